@@ -88,7 +88,7 @@ def hits_until_found(model: Any, fault: str) -> int | None:
         wrong_producers.put(store, group.space, ids, wrong)
         for hit in range(1, HITS_MAX + 1):
             ask(served, ids, 1)
-            if store.audits.known()["quarantined"]:
+            if store.audits.list()["quarantined"]:
                 return hit
     return None
 
@@ -104,7 +104,7 @@ def right_hits(model: Any) -> dict[str, Any]:
     ):
         for _ in range(HITS_MAX + 1):
             other += not torch.equal(ask(served, ids, 4), wanted)
-        known = store.audits.known()
+        known = store.audits.list()
     return {"compared": known["compared"], "alarms": known["mismatched"], "other_answers": other}
 
 
@@ -202,13 +202,13 @@ def alarms(hits: int) -> dict[str, Any]:
             chance = np.random.default_rng(5)
             prompts = [chance.integers(0, 1000, BLOCK) for _ in range(200)]
             for tokens in prompts:
-                store.put(space.keys(tokens)[0], engine.run(tokens))
+                store.put_many([space.keys(tokens)[0]], [engine.run(tokens)])[0]
             for number in range(-(-hits // len(dtypes))):
                 tokens = prompts[number % len(prompts)]
                 (key,) = space.keys(tokens)
                 if chooser.choose(key, busy=False):
                     auditor.check(key, engine.run(tokens), layout)
-            known = store.audits.known()
+            known = store.audits.list()
             found[dtype] = {name: known[name] for name in ("compared", "mismatched")}
     compared = sum(one["compared"] for one in found.values())
     mismatched = sum(one["mismatched"] for one in found.values())
@@ -243,8 +243,8 @@ def cost(rounds: int, hits: int, answer: int) -> dict[str, Any]:
                     started = time.perf_counter()
                     ask(arms[arm], ids, answer)
                     spent[arm] += time.perf_counter() - started
-            assert audited.audits.known()["compared"] == -(-hits // HITS_MAX)
-            assert plain.audits.known()["compared"] == 0
+            assert audited.audits.list()["compared"] == -(-hits // HITS_MAX)
+            assert plain.audits.list()["compared"] == 0
         for arm in arms:
             seconds[arm].append(round(spent[arm], 3))
         ratios.append(spent["without"] / spent["with"])

@@ -83,7 +83,7 @@ class World:
         }
         modes = {"both": "write-through", "above": "write-back"}
         for name, prompts in self.prompts.items():
-            store.set_write_mode("hdd", modes.get(name, "pass-through"))
+            store.volumes.set_write_mode("hdd", modes.get(name, "pass-through"))
             for keys in prompts:
                 answers = store.put_many(keys, [payload] * len(keys), timeout_s=WAIT_S)
                 if not all(answers) or not store.flush(WAIT_S).complete:
@@ -145,7 +145,7 @@ def demote_for_ever(world: World, stop: threading.Event, done: Round) -> None:
 def hint_for_ever(world: World, stop: threading.Event, done: Round) -> None:
     while not stop.is_set():
         for keys in world.prompts["hinted"]:
-            hint = world.store.hint(keys, WAIT_S)
+            hint = world.store.prefetch(keys, WAIT_S)
             while not hint.wait(0.05):
                 if stop.is_set():
                     hint.cancel()
@@ -217,7 +217,7 @@ def measure(world: World, rounds: int, seconds: float) -> dict[str, Any]:
     result: dict[str, Any] = {"emulated": True, "rounds": rounds, "seconds": seconds}
     for tier in ("ssd", "hdd"):
         # Blocks read from hard drives must stay there, or the next read finds them on SSDs.
-        world.store.set_write_mode("hdd", "pass-through" if tier == "hdd" else "write-back")
+        world.store.volumes.set_write_mode("hdd", "pass-through" if tier == "hdd" else "write-back")
         pairs = []
         for number in range(rounds):
             print(f"{tier}, round {number + 1} of {rounds}", flush=True)

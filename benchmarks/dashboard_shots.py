@@ -32,8 +32,8 @@ def traffic(daemon: HttpDaemon, rng: random.Random) -> None:
         daemon.store.match(keys)
         tiers(daemon.store, keys)
         put(daemon.store, keys)
-        daemon.store.session(f"support-{number:02}", keys)
-        daemon.store.report_first_token(first_token(rng))
+        daemon.store.sessions.name(f"support-{number:02}", keys)
+        daemon.store.admin.report_first_token(first_token(rng))
 
 
 def first_token(rng: random.Random) -> FirstToken:

@@ -26,13 +26,12 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from kvdepot.core.tier import Pending, drive_of
 
 from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
-from kvdepot.io.files import Ops
+from kvdepot.io.files import Ops, Pending
 from kvdepot.native import READ
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
@@ -118,14 +117,10 @@ class World:
                 self.store.put_many(keys, [self.payloads[key] for key in keys], timeout_s=60)
             )
             assert self.store.flush(120).complete
-        state = self.store.inspect().state
-        with state.lock:
-            keys = list(self.payloads)
-            for key, row in zip(keys, state.catalog.rows(keys), strict=True):
-                if state.catalog.memory.ready(row):
-                    state.memory_tiers[0].drop(row)
-                drive = drive_of(state.lower_tiers[0].copies.location[row])
-                self.by_drive.setdefault(drive, []).append(key)
+        inside, keys = self.store.inspect(), list(self.payloads)
+        inside.drop_from_memory()
+        for key, drive in zip(keys, inside.volumes_of(keys), strict=True):
+            self.by_drive.setdefault(drive, []).append(key)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -187,8 +182,8 @@ class World:
         self.files.writes_fail = self.files.reads_fail = 0
 
     def is_up(self) -> bool:
-        drive = self.store.inspect().log_tier().drives[BAD]
-        return drive.breaker.closed and not drive.lost
+        drive = self.store.stats()["tiers"][self.tier]["drives"][BAD]
+        return bool(drive["healthy"]) and not drive["full"]
 
     def wait(self, up: bool, limit_s: float) -> float:
         started = time.monotonic()
@@ -243,7 +238,7 @@ def measure(tier: str, rounds: int, folder: Path) -> list[dict[str, Any]]:
                 time.sleep(1.0)
                 found = [world.round(fault) for _ in range(rounds)]
             world.wait(True, 60.0)
-            checked = world.store.check().ok
+            checked = world.store.admin.check().ok
             rows.append(describe(tier, fault, found, world.problems, checked))
         shutil.rmtree(folder / fault)
         print_row(rows[-1])

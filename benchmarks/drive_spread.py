@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from kvdepot.core.tier import drive_of
 
 from kvdepot.config.settings import load
 from kvdepot.core.layout import KVLayout
@@ -52,10 +51,9 @@ def opened(folder: Path, tier: str, profile: str) -> Store:
 
 def measure(folder: Path, tier: str, profile: str) -> dict[str, Any]:
     with opened(folder, tier, profile) as store:
-        drives = store.inspect().log_tier().drives
-        while profile == "always" and not all(drive.gauge.profile for drive in drives):
+        while profile == "always" and not all(profiles(store, tier)):
             time.sleep(0.05)
-        found = [drive.gauge.profile for drive in drives]
+        found = profiles(store, tier)
         space = store.namespace(model="spread", layout=KVLayout.opaque(BLOCK_BYTES - 4096, 1, 1))
         rounds = [one_round(store, space.keys([n] * BLOCKS)) for n in range(ROUNDS)]
     best = min(rounds, key=lambda one: one["read_s"])
@@ -63,7 +61,7 @@ def measure(folder: Path, tier: str, profile: str) -> dict[str, Any]:
         "tier": tier,
         "profile": profile,
         "emulated": True,
-        "measured_bytes_per_s": [one.read_bytes_per_s if one else None for one in found],
+        "measured_bytes_per_s": [one["read_bytes_per_s"] if one else None for one in found],
         "blocks": [one["blocks"] for one in rounds],
         "share": median(one["blocks"][1] / max(1, one["blocks"][0]) for one in rounds),
         "read_s": median(one["read_s"] for one in rounds),
@@ -71,6 +69,11 @@ def measure(folder: Path, tier: str, profile: str) -> dict[str, Any]:
         "read_s_max": max(one["read_s"] for one in rounds),
         "ideal_s": rounds[0]["ideal_s"],
     }
+
+
+def profiles(store: Store, tier: str) -> list[dict[str, Any]]:
+    """What the store has measured of each drive; empty until it has."""
+    return [drive["profile"] or {} for drive in store.stats()["tiers"][tier]["drives"]]
 
 
 def one_round(store: Store, keys: Any) -> dict[str, Any]:
@@ -84,12 +87,10 @@ def one_round(store: Store, keys: Any) -> dict[str, Any]:
             time.sleep(0.01)
     while store.stats()["dirty_bytes"]:
         time.sleep(0.01)
-    state, blocks = store.inspect().state, [0, 0]
-    with state.lock:
-        for row in state.catalog.rows(keys):
-            blocks[drive_of(state.lower_tiers[0].copies.location[row])] += 1
-            if state.catalog.memory.ready(row):
-                state.memory_tiers[0].drop(row)
+    inside = store.inspect()
+    volumes = inside.volumes_of(keys)
+    blocks = [volumes.count(number) for number in (0, 1)]
+    inside.drop_from_memory()
     targets = [bytearray(nbytes) for _ in keys]
     started = time.monotonic()
     answers = store.get_many(keys, targets, timeout_s=60)

@@ -18,12 +18,11 @@ from typing import Any, Final
 from log_drive import play_log
 from synthetic_loads import LOADS
 
-from kvdepot.cli.report.tables import Table
+from kvdepot.cli.tables import Table
 from kvdepot.policy.eviction import ORDERS
 from kvdepot.policy.placing.reclaim import RULES
 from kvdepot.sim.hits_only import OPTIMAL, Capacity, Case, play
-from kvdepot.sim.traces.agent_sessions import Replay
-from kvdepot.sim.traces.formats import read_trace
+from kvdepot.sim.traces import Replay, read_trace
 from kvdepot.sim.workload import Workload
 
 TRACES: Final = Path("/work/shared/data/traces")

@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from typing import Any
 
 from kvdepot.bench.rounds import Figure
 from kvdepot.cli import output
-from kvdepot.cli.bench.command import report
+from kvdepot.cli.bench import as_text
 from kvdepot.cli.directories import choose_parent, scratch_directory
-from kvdepot.cli.doctor import machine
+from kvdepot.cli.machine import describe
 from kvdepot.cli.main import Parser, exit_status
+from kvdepot.cli.report import Origin, Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Answer:
     document: dict[str, Any]
     figures: Sequence[Figure]
     text: str
-    page: Callable[[], str]
+    report: Report
 
 
 def main(about: str, needed_bytes: int, play: Callable[[Path, bool], Answer]) -> None:
@@ -35,7 +37,7 @@ def main(about: str, needed_bytes: int, play: Callable[[Path, bool], Answer]) ->
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
     parser.add_argument("--quick", action="store_true", help="small and imprecise")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a bar is missed")
-    output.add_json_flag(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args()
     sys.exit(exit_status(lambda: _run(args, needed_bytes, play)))
 
@@ -47,15 +49,17 @@ def _run(args: argparse.Namespace, needed_bytes: int, play: Callable[[Path, bool
     with scratch_directory(parent, "kvdepot-bench-") as directory:
         answer = play(directory, args.quick)
     if args.html is not None:
-        args.html.write_text(answer.page(), encoding="utf-8")
+        page = answer.report.html(Origin.of(shlex.join(sys.argv)))
+        args.html.write_text(page, encoding="utf-8")
         output.say(f"wrote {args.html}")
     if args.json:
         figures = [{**output.plain(figure), "ok": figure.ok} for figure in answer.figures]
-        more = {"figures": figures, "machine": machine.describe(facts)}
+        more = {"figures": figures, "machine": describe(facts)}
         output.document({"emulated": True, **answer.document, **more})
     else:
         output.data("on emulated drives:\n" + answer.text)
-        report(answer.figures)
+        for line in as_text(answer.figures):
+            output.data(line)
     return 1 if args.strict and not all(figure.ok for figure in answer.figures) else 0
 
 

@@ -125,7 +125,7 @@ def bus(rounds: int) -> list[Ratio]:
         torch.randn(2, pages, PAGE, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
         for _ in range(LAYERS)
     ]
-    tensors = KVTensors(caches, "kv page token head dim")
+    tensors = KVTensors([tuple(cache) for cache in caches], "page token head dim")
     chosen = np.random.default_rng(7).permutation(pages)[: BLOCKS * PAGES_PER_BLOCK]
     pieces = [tensors.pages(part) for part in np.split(chosen, BLOCKS)]
     with kvdepot.open(dram="8GiB") as store, open_mover(lambda: store.memory, DEVICE) as mover:
@@ -306,7 +306,7 @@ def slowdown(path: Path, rounds: int) -> list[Ratio]:
 
     shape = (2, BLOCKS * PAGES_PER_BLOCK, PAGE, HEADS, DIM)
     targets = [torch.empty(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(LAYERS)]
-    tensors = KVTensors(targets, "kv page token head dim")
+    tensors = KVTensors([tuple(target) for target in targets], "page token head dim")
     pages = np.split(np.arange(BLOCKS * PAGES_PER_BLOCK), BLOCKS)
     pieces = [tensors.pages(part) for part in pages]
     ratio = Ratio("matrix products beside reads from disk / alone", "≤ 1.03", faster_is_more=False)
@@ -319,7 +319,7 @@ def slowdown(path: Path, rounds: int) -> list[Ratio]:
         keys = space.keys(range(PROMPT_TOKENS))
         source = np.zeros(layout().block_bytes, dtype=np.uint8)
         for key in keys:
-            assert store.put(key, source, timeout_s=60.0)
+            assert store.put_many([key], [source], timeout_s=60.0)[0]
         assert store.flush(timeout_s=300.0).complete
         moved = 0
         stop = threading.Event()

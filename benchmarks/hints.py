@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def fill(folder: Path, sessions: int, blocks: int) -> None:
 def fetch(store: Store, keys: list[BlockKey], lead_s: float) -> dict[str, Any]:
     """Hint, wait as in a queue, get."""
     targets = [bytearray(BLOCK_BYTES) for _ in keys]
-    hint = store.hint(keys, 30.0) if lead_s else None
+    hint = store.prefetch(keys, 30.0) if lead_s else None
     time.sleep(lead_s)
     started = time.perf_counter()
     answers = store.get_many(keys, targets, timeout_s=60.0)
@@ -93,7 +94,7 @@ def measure(folder: Path, rounds: int, blocks: int) -> dict[str, list[dict[str, 
                 found[str(lead_s)].append(fetch(store, keys, lead_s))
                 store.flush(60.0)
                 number += 1
-        assert store.check(deep=False)
+        assert store.admin.check(deep=False)
     return found
 
 
@@ -131,7 +132,7 @@ def main() -> int:
         "numpy": np.__version__,
         "session_bytes": args.blocks * BLOCK_BYTES,
         "rounds": args.rounds,
-        "drive": DRIVE,
+        "drive": asdict(DRIVE),
         "emulated": True,
         "drive_s": args.blocks * BLOCK_BYTES / 275e6,
         "get_by_lead_s": leads,

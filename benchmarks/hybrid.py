@@ -8,9 +8,7 @@ first turn reads it from there, all later ones from the SSDs that it was promote
 Recomputing is not run: it is computed from PREFILL_S.
 """
 
-import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +24,7 @@ import numpy as np
 from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import Figure
 from kvdepot.cli import output
-from kvdepot.cli.report.charts import Bars, Series
-from kvdepot.cli.report.page import Origin, page, section
+from kvdepot.cli.report import Bars, Report, Section, Series
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
@@ -166,7 +163,7 @@ class HybridPlan:
             with self._opened(f"scaling-{drives}", drives) as world:
                 world.put_all(passing=True)
             with self._opened(f"scaling-{drives}", drives, keep=False) as world:
-                world.store.set_write_mode("hdd", "pass-through")
+                world.store.volumes.set_write_mode("hdd", "pass-through")
                 started = time.monotonic()
                 world.get_all(together=True)
                 rates[drives] = 1 / (time.monotonic() - started)
@@ -179,7 +176,7 @@ class HybridPlan:
         with self._opened(name, HDDS, size=size) as world:
             world.put_all(passing=True, in_order=in_order)
         with self._opened(name, HDDS, size=size, keep=False) as world:
-            world.store.set_write_mode("hdd", "pass-through")
+            world.store.volumes.set_write_mode("hdd", "pass-through")
             seconds = world.get(0)
         ratio = size.session_bytes / (HDDS * HDD_BYTES_PER_S[0] / SCALE) / seconds
         if in_order:
@@ -237,7 +234,7 @@ class World:
     def put_all(self, *, passing: bool, in_order: bool = True) -> None:
         """Every user's context, to the hard drives only if `passing`; or all users' in turns."""
         if passing:
-            self.store.set_write_mode("hdd", "pass-through")
+            self.store.volumes.set_write_mode("hdd", "pass-through")
         if in_order:
             for keys in self._keys:
                 self._put(keys)
@@ -327,7 +324,7 @@ def play(directory: Path, quick: bool) -> experiment.Answer:
             progress.advance()
     result = plan.result
     return experiment.Answer(
-        document(result, size), figures(result, size), "", lambda: as_page(result, size)
+        document(result, size), figures(result, size), "", report(result, size)
     )
 
 
@@ -381,7 +378,7 @@ def _figure(what: str, value: float, unit: str, bar: float = 0.0, *, least: bool
     return Figure(what, value, unit, value, value, bar or None, least)
 
 
-def as_page(result: Hybrid, size: Size) -> str:
+def report(result: Hybrid, size: Size) -> Report:
     """Two charts and how they were made."""
     lead = (
         f"Emulated drives at 1/{SCALE} of size and bandwidth, real seek times: "
@@ -391,19 +388,14 @@ def as_page(result: Hybrid, size: Size) -> str:
         f"{experiment.today()}, python benchmarks/hybrid.py --html."
     )
     gap = "Average gap between hybrid and SSDs alone, by number of turns"
-    parts = [
-        section("Time to first token, by turn", ttft_chart(result)),
-        section(gap, gap_chart(result)),
+    sections = [
+        Section("Time to first token, by turn", [ttft_chart(result)]),
+        Section(gap, [gap_chart(result)]),
     ]
-    return page(
-        "kvdepot: hard drives behind SSDs (emulated drives)",
-        lead,
-        parts,
-        origin=Origin.of(shlex.join(sys.argv)),
-    )
+    return Report("kvdepot: hard drives behind SSDs (emulated drives)", lead, sections)
 
 
-def ttft_chart(result: Hybrid) -> str:
+def ttft_chart(result: Hybrid) -> Bars:
     turns = _some(len(result.ttft_by_turn["hybrid"]))
     ways = {"recompute": "without", "ssd": "ssd", "hybrid": "with"}
     series = [
@@ -413,7 +405,7 @@ def ttft_chart(result: Hybrid) -> str:
     return Bars("Time to first token", "s", [f"turn {turn}" for turn in turns], series)
 
 
-def gap_chart(result: Hybrid) -> str:
+def gap_chart(result: Hybrid) -> Bars:
     gaps = result.gap_by_turns
     names = [f"{turns} turns" if turns > 1 else "1 turn" for turns in gaps]
     series = [Series("hybrid less SSDs alone", "with", list(gaps.values()), _seconds)]

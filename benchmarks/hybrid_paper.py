@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.cli import output
-from kvdepot.cli.report.page import Origin, page, section
-from kvdepot.cli.report.tables import Table
+from kvdepot.cli.report import Origin, Report, Section
+from kvdepot.cli.tables import Table
 from kvdepot.planner.parts import Parts, load_parts
 from kvdepot.planner.simulation import Machines, fleet_of
 from kvdepot.sim.arrivals import Conversations, MultiTurn
@@ -437,7 +437,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", type=Path, metavar="FILE", help="what the tiers and GPUs can do")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write a page here")
-    output.add_json_flag(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args()
     with output.Progress("the hybrid paper's experiments") as line:
         rows = reproduce(load_parts(args.parts), lambda: line.advance())
@@ -462,12 +462,9 @@ def as_page(rows: list[Statement]) -> str:
         [row.figure, row.what, row.paper, row.ours, row.fits, row.inputs, row.why] for row in rows
     ]
     lead = "SK hynix and Seagate, 2026, figures 12 to 22: what it says, and what is simulated."
-    return page(
-        "kvdepot sim: the hybrid storage paper",
-        lead,
-        [section("Statements", Table(heads, cells))],
-        origin=Origin.of(shlex.join(sys.argv)),
-    )
+    section = Section("Statements", [Table(heads, cells)])
+    report = Report("kvdepot sim: the hybrid storage paper", lead, [section])
+    return report.html(Origin.of(shlex.join(sys.argv)))
 
 
 if __name__ == "__main__":

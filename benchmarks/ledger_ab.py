@@ -110,9 +110,9 @@ def transformers_rounds(users: int) -> tuple[Round, Callable[[], None]]:
         without_s = timed.during(lambda: ask(plain, prompts))
         meter.tell()
         meter.teller.wait(_WAIT_S)
-        before = store.sessions.ledger()["total"]["gpu_s"]
+        before = store.admin.ledger()["total"]["gpu_s"]
         with_s = timed.during(lambda: ask(served, prompts))
-        return without_s, with_s, store.sessions.ledger()["total"]["gpu_s"] - before
+        return without_s, with_s, store.admin.ledger()["total"]["gpu_s"] - before
 
     def close() -> None:
         served.close()

@@ -7,14 +7,11 @@ hold a tenth of what the users have, the hard drives most of it. Every cell of t
 same requests.
 """
 
-import shlex
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
@@ -27,9 +24,8 @@ import numpy as np
 from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import Figure
 from kvdepot.cli import output
-from kvdepot.cli.report.charts import Bars, Series
-from kvdepot.cli.report.page import Origin, page, section
-from kvdepot.cli.report.tables import Table
+from kvdepot.cli.report import Bars, Report, Section, Series
+from kvdepot.cli.tables import Table
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
@@ -371,8 +367,7 @@ def play(directory: Path, quick: bool) -> experiment.Answer:
             cells.append(plan.play(habit, way, order))
             progress.advance()
     text = _table(cells).text() + "\n"
-    made = partial(as_page, cells, size)
-    return experiment.Answer(document(cells, size), figures(cells), text, made)
+    return experiment.Answer(document(cells, size), figures(cells), text, report(cells, size))
 
 
 def about(size: Size) -> str:
@@ -443,24 +438,24 @@ def _row(cell: Cell) -> list[str]:
     ]
 
 
-def as_page(cells: Sequence[Cell], size: Size) -> str:
+def report(cells: Sequence[Cell], size: Size) -> Report:
     """A chart of hits and one of wear for each kind of users, and the table."""
     title = "kvdepot: write modes and eviction orders (emulated drives)"
     lead = f"{about(size)} {experiment.today()}, python benchmarks/modes.py --html."
-    parts = []
+    sections = []
     for habit, group in groupby(cells, lambda cell: cell.habit):
         some = list(group)
         came = "Where their blocks came from."
-        parts.append(section(f"{habit} users", _hits_chart(some), caption=came))
-        parts.append(section("Their wear", _wear_chart(some), caption="Written to the SSDs."))
-    return page(title, lead, [*parts, _table(cells).html()], origin=Origin.of(shlex.join(sys.argv)))
+        sections.append(Section(f"{habit} users", [_hits_chart(some)], came))
+        sections.append(Section("Their wear", [_wear_chart(some)], "Written to the SSDs."))
+    return Report(title, lead, [*sections, Section("All figures", [_table(cells)])])
 
 
 def _table(cells: Sequence[Cell]) -> Table:
     return Table(HEADS, [_row(cell) for cell in cells])
 
 
-def _hits_chart(cells: Sequence[Cell]) -> str:
+def _hits_chart(cells: Sequence[Cell]) -> Bars:
     styles = {"dram": "with", "ssd": "ssd", "hdd": "without"}
     series = [
         Series(tier, style, [cell.hits[tier] for cell in cells], lambda value: f"{value:.1%}")
@@ -469,14 +464,14 @@ def _hits_chart(cells: Sequence[Cell]) -> str:
     return Bars("Hits by tier", "", _names(cells), series, stacked=True)
 
 
-def _wear_chart(cells: Sequence[Cell]) -> str:
+def _wear_chart(cells: Sequence[Cell]) -> Bars:
     megabytes = [cell.ssd_written_bytes / 1e6 for cell in cells]
     series = [Series("written to SSDs", "ssd", megabytes, lambda value: f"{value:.0f} MB")]
     return Bars("SSD writes", "MB", _names(cells), series)
 
 
 def _names(cells: Sequence[Cell]) -> list[str]:
-    return [f"{cell.order}\n{cell.mode}" for cell in cells]
+    return [f"{cell.order}, {cell.mode}" for cell in cells]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import kvdepot
-from kvdepot.core.depot import Depot
+from kvdepot.depot import Depot
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for
 

@@ -26,9 +26,9 @@ from typing import Any, Final
 from kvdepot.bench.prompts import Prompts, prompts_for
 from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import BenchPart, Figure, Result, spread
-from kvdepot.cli.arguments import count
-from kvdepot.cli.bench.command import add_options, measure_and_report
-from kvdepot.cli.main import Parser, exit_status
+from kvdepot.cli.bench import measure
+from kvdepot.cli.command import count
+from kvdepot.cli.main import Parser, exit_status, show
 from kvdepot.config.settings import Config, load
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
@@ -375,7 +375,10 @@ def available_bytes() -> int:
 def main() -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--blocks", type=count, metavar="N", help="blocks (default: 1000000)")
-    add_options(parser)
+    parser.add_argument("--path", type=Path, metavar="DIR", help="where to write")
+    parser.add_argument("--rounds", type=count, metavar="N", help="measurements of each thing")
+    for name in ("--quick", "--strict", "--json"):
+        parser.add_argument(name, action="store_true")
     args = parser.parse_args()
     blocks = args.blocks or (QUICK_BLOCKS if args.quick else BLOCKS)
     needed_bytes = 2 * RECORD_BYTES * blocks
@@ -383,7 +386,10 @@ def main() -> None:
     def parts(directory: Path) -> Iterator[BenchPart]:
         return ScalePlan(directory, blocks, args.rounds or 3).parts()
 
-    sys.exit(exit_status(lambda: measure_and_report(args, needed_bytes, parts)))
+    def run() -> int:
+        return show(measure(args, needed_bytes, parts), as_json=args.json)
+
+    sys.exit(exit_status(run, as_json=args.json))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from kvdepot.sim.drives import DriveSpeed
 from kvdepot.sim.fleet import FleetSetup, SimulatedFleet, TierSetup
 from kvdepot.sim.gpu import GpuPace
 from kvdepot.sim.results import Findings
-from kvdepot.sim.traces.formats import read_trace
+from kvdepot.sim.traces import read_trace
 from kvdepot.sim.worker import WorkerRules
 from kvdepot.sim.workload import NO_PARENT, PromptRequest, Workload
 

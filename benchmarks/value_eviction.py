@@ -15,10 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from kvdepot.cli.report.tables import Table
+from kvdepot.cli.tables import Table
 from kvdepot.sim.hits_only import Capacity, Case, play
-from kvdepot.sim.traces.agent_sessions import Replay
-from kvdepot.sim.traces.formats import read_trace
+from kvdepot.sim.traces import Replay, read_trace
 from kvdepot.sim.workload import Workload
 
 TRACES: Final = Path("/work/shared/data/traces")

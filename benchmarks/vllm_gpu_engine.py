@@ -326,7 +326,7 @@ class Engine:
 
     def flush(self) -> dict[str, Any]:
         """Have everything on disk."""
-        self._worker._saver.wait()
+        self._worker.saver.wait()
         started = time.monotonic()
         report = self._store.flush(60.0)
         seconds = time.monotonic() - started
@@ -334,7 +334,7 @@ class Engine:
         return {"flushed": bool(report), "seconds": seconds, **left}
 
     def saves(self, on: bool) -> dict[str, Any]:
-        self._side._saves = on
+        self._side.engine = replace(self._side.engine, saves=on)
         return {}
 
     def verify(self, on: bool) -> dict[str, Any]:
@@ -361,33 +361,34 @@ class Engine:
         """The control, from now on: pages of groups of this kind, or of all, get bytes from the
         end of the depot's memory, which are no block's or another's.
         """
-        from kvdepot.adapters.vllm.page_transfer import Loader
+        from kvdepot.adapters.vllm import page_transfer
 
-        right = getattr(Loader, "right", None) or Loader._scatter
-        Loader.right = right  # type: ignore[attr-defined]
-        kinds = [group.rule.kind for group in self._worker.facts.groups]
+        right = getattr(page_transfer, "right", None) or page_transfer._copy
+        page_transfer.right = right  # type: ignore[attr-defined]
         memory: memoryview = self._store.memory[0]
 
         def end_of_memory(nbytes: int) -> memoryview:
             start = (len(memory) - nbytes) // 4096 * 4096
             return memory[start : start + nbytes]
 
-        def wrong(loader: Any, job: Any, arrivals: Any) -> Any:
-            if kind in ("", kinds[job.group]):
-                arrivals = [replace(one, view=end_of_memory(len(one.view))) for one in arrivals]
-            return right(loader, job, arrivals)
+        def wrong(arrivals: Any) -> Any:
+            is_hit = [kind in ("", target.cache.facts.rule.kind) for target, _ in arrivals]
+            return right(
+                [
+                    (target, end_of_memory(len(view)) if hit else view)
+                    for (target, view), hit in zip(arrivals, is_hit, strict=True)
+                ]
+            )
 
-        Loader._scatter = wrong  # type: ignore[method-assign,assignment]
+        page_transfer._copy = wrong
         return {}
 
     def figures(self) -> dict[str, Any]:
         """What the connector has counted since the last call, and what it believes."""
         counts: dict[str, Any] = {}
         for part in (self._worker, self._side):
-            for name, count in (part.counts.take() or {}).items():
+            for name, count in (part.metrics() or {}).items():
                 counts[name] = counts.get(name, 0) + count
-        if self._side._decider is not None:
-            counts |= self._side._decider.metrics()
         return counts
 
     @property
@@ -404,7 +405,7 @@ class Engine:
 
     @property
     def _store(self) -> Any:
-        return self._side._depot.store
+        return self._side._store
 
     def _keep_counts(self) -> None:
         """For `figures`: vLLM would take them at every step."""

@@ -29,7 +29,7 @@ from tests.support.failures import HangError
 from tests.support.forked_daemons import ForkServer
 from tests.support.order_of_tests import longest_first
 
-from kvdepot.core.depot import Depot
+from kvdepot.depot import Depot
 from kvdepot.testing.daemons import (
     DaemonProcess,
     DaemonStore,

@@ -3,8 +3,8 @@
 store = kvdepot.open(dram="2GiB", ssd={"path": "/mnt/nvme/kv", "capacity": "20GiB"})
 space = store.namespace(model="m", layout=kvdepot.KVLayout.gqa(layers=32, kv_heads=8, head_dim=128))
 keys = space.keys(token_ids)
-store.put(keys[0], buffer)
-store.get(keys[0], into)
+store.put_many(keys, buffers)
+store.get_many(keys, targets)
 """
 
 from typing import TYPE_CHECKING, Any, overload
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from kvdepot.config.settings import Config
     from kvdepot.core.block import BlockKey, GetResult, PutResult
-    from kvdepot.core.depot import Depot
     from kvdepot.core.hf_config import model_layout
     from kvdepot.core.layout import KVLayout, ModelLayout
     from kvdepot.core.namespace import Namespace, fingerprint
+    from kvdepot.depot import Depot
     from kvdepot.errors import (
         BadBufferError,
         ConfigError,
@@ -75,7 +75,7 @@ __all__ = [
 _HOMES = {
     "BlockKey": "core.block",
     "Config": "config.settings",
-    "Depot": "core.depot",
+    "Depot": "depot",
     "GetResult": "core.block",
     "KVLayout": "core.layout",
     "ModelLayout": "core.layout",
@@ -108,8 +108,8 @@ def open(config: "os.PathLike[str] | Config | None" = None, **settings: Any) -> 
 @overload
 def open(config: str, **settings: Any) -> "Depot": ...
 def open(config: "str | os.PathLike[str] | Config | None" = None, **settings: Any) -> "Depot":
-    """Open a depot: with `unix:/path/of/socket` that of a daemon, see client.open.open_remote;
-    else one of this process, see store.open.open_store.
+    """Open a depot in this process (see store.open.open_store) or, with `unix:/path/of/socket`,
+    that of a daemon (see daemon.client.open.open_remote).
     """
     if isinstance(config, str) and config.startswith("unix:"):
         from kvdepot.daemon.client.open import open_remote
@@ -121,8 +121,9 @@ def open(config: "str | os.PathLike[str] | Config | None" = None, **settings: An
 
 
 def metrics(store: "Depot") -> str:
-    """The metrics of a store as Prometheus text; docs/metrics.md has the list. Needs the extra
-    `http`, else ExtraMissingError.
+    """Return the metrics of a store as Prometheus text (docs/metrics.md).
+
+    ExtraMissingError if the extra `http` is not installed.
     """
     import importlib
 
@@ -135,17 +136,17 @@ def metrics(store: "Depot") -> str:
     return str(exposition.render(store.stats()))
 
 
-if not TYPE_CHECKING:  # type checkers take a module's __getattr__ for leave to name anything
+if not TYPE_CHECKING:  # with a __getattr__ type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Public names are imported when first used, so that `import kvdepot` costs nothing."""
+        """Import a public name at its first use, so that `import kvdepot` is fast."""
         import importlib
         import sys
 
         if name not in _HOMES:
             here = sys.modules[__name__]
             text = f"module 'kvdepot' has no attribute {name!r}"
-            raise AttributeError(text, name=name, obj=here)  # Python adds what was meant
+            raise AttributeError(text, name=name, obj=here)  # Python adds a suggestion
         value = getattr(importlib.import_module(f"kvdepot.{_HOMES[name]}"), name)
         globals()[name] = value
         return value

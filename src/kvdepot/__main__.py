@@ -1,4 +1,4 @@
-"""The `kvdepot` command, also as `python -m kvdepot` where nothing was installed."""
+"""The `kvdepot` command, also available as `python -m kvdepot`."""
 
 import signal
 import sys
@@ -7,8 +7,7 @@ import sys
 def run() -> int:
     """Run the command of this process and return its exit status.
 
-    Ctrl-C while modules are imported, or while the interpreter ends, ends the process as it ends
-    other programs; in between `main` says so.
+    During import and shutdown Ctrl-C ends the process by SIGINT; in between `main` handles it.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:

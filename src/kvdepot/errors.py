@@ -2,27 +2,27 @@
 
 KVDepotError
   ConfigError            the caller's configuration is wrong; nothing was started
-  DriveError             a ConfigError: a drive cannot be used as it is; others may be
-  FormatError            a store on disk cannot be used: newer format, or not a store
-  UnsafePathError        a file or folder that other users own, or may change
+  DriveError             a ConfigError: a drive cannot be used; the store may go on without it
+  FormatError            the data at a path is not a store, or of another format
+  UnsafePathError        another user owns or may change a file or folder
   StoreBusyError         another process has the store open for writing
-  DaemonError            no daemon can be used, or started, on a socket
-  WireError              what came over a daemon's socket makes no sense
+  DaemonError            a daemon cannot be reached, or started, on a socket
+  WireError              a malformed frame was received on a daemon's socket
   StoreClosedError       the store was used after close()
   BadBufferError         a buffer has the wrong size, is read-only or not contiguous
   KeyFormatError         a key is not one of ours, or its namespace is not registered here
   ExtraMissingError      an optional package is not installed; the hint names the extra
-  ModelError             a model, or a call of it, cannot be served; it was left as it was
-  TraceError             a line of a trace file makes no sense; says which
+  ModelError             a model, or a call of it, is not supported; it was not changed
+  TraceError             a trace file is malformed; names the line
   LeaseError             programmer error: use after release, double release
-  StateError             an illegal transition of a block; always a bug in kvdepot
+  StateError             illegal state transition of a block; always a bug in kvdepot
 
-Expected outcomes (miss, refused, throttled) are values, never exceptions.
+Expected outcomes (miss, refused, throttled) are return values, never exceptions.
 """
 
 
 class KVDepotError(Exception):
-    """Base of every error this package raises on purpose. `hint` says what to do about it."""
+    """Base class of the errors of this package. `hint` is an action that may help, or empty."""
 
     hint: str = ""
 
@@ -33,7 +33,7 @@ class KVDepotError(Exception):
 
 
 class ConfigError(KVDepotError, ValueError):
-    """The configuration is invalid. `path` names the offending key."""
+    """The configuration or an argument is invalid. `path` names it."""
 
     def __init__(self, path: str, reason: str, *, hint: str = "") -> None:
         super().__init__(f"{path}: {reason}", hint=hint)
@@ -41,11 +41,11 @@ class ConfigError(KVDepotError, ValueError):
 
 
 class DriveError(ConfigError):
-    """A drive cannot be used: gone, read-only, or something else lies in its place."""
+    """A drive cannot be used: it is missing, read-only, or not a drive of a store."""
 
 
 class FormatError(KVDepotError):
-    """What lies at `path` is not a store this version can use."""
+    """The data at `path` is not a store, or of a format that this version does not read."""
 
     def __init__(self, path: str, reason: str, *, hint: str = "") -> None:
         super().__init__(f"{path}: {reason}", hint=hint)
@@ -53,7 +53,7 @@ class FormatError(KVDepotError):
 
 
 class UnsafePathError(KVDepotError):
-    """What lies at `path` is, or could be, under the control of another user."""
+    """The file or folder at `path` belongs to another user, or can be changed by one."""
 
     def __init__(self, path: object, reason: str, *, hint: str = "") -> None:
         super().__init__(f"{path}: {reason}", hint=hint)
@@ -72,15 +72,16 @@ class StoreBusyError(KVDepotError):
 
 
 class DaemonError(KVDepotError):
-    """No daemon can be used, or started, on the socket at `path`."""
+    """A daemon cannot be reached, or started, on the socket at `path`."""
 
     def __init__(self, path: str, reason: str, *, hint: str = "") -> None:
         super().__init__(f"{path}: {reason}", hint=hint)
         self.path = path
+        self.reason = reason
 
 
 class WireError(KVDepotError):
-    """What came over a daemon's socket makes no sense. The connection is given up."""
+    """A malformed frame was received on a daemon's socket. The connection is closed."""
 
 
 class StoreClosedError(KVDepotError):
@@ -104,7 +105,7 @@ class StateError(KVDepotError, RuntimeError):
 
 
 class TraceError(KVDepotError, ValueError):
-    """A trace at `path` cannot be used; `line` is where, or 0 for all of it."""
+    """The trace at `path` is malformed at `line`, or as a whole if that is 0."""
 
     def __init__(self, path: str, line: int, reason: str, *, hint: str = "") -> None:
         where = f"{path}, line {line}" if line else path
@@ -114,7 +115,7 @@ class TraceError(KVDepotError, ValueError):
 
 
 class ExtraMissingError(KVDepotError, ImportError):
-    """A feature needs packages that are not installed. `extra` is what brings them."""
+    """A feature needs packages that are not installed. `extra` names the extra with them."""
 
     def __init__(self, extra: str, missing: str) -> None:
         super().__init__(f"{missing} is not installed", hint=f"pip install 'kvdepot[{extra}]'")
@@ -122,4 +123,4 @@ class ExtraMissingError(KVDepotError, ImportError):
 
 
 class ModelError(KVDepotError, ValueError):
-    """A model, or one call of it, cannot be served from a depot. Nothing was changed."""
+    """A model, or one call of it, cannot be used with a depot. Nothing was changed."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvdepot
-from kvdepot.adapters.audit import BlockAuditor, HitChooser, compare
+from kvdepot.adapters.audit import AuditedHits, BlockAuditor, HitChooser, compare
 from kvdepot.config.settings import AUDIT_TOLERANCE, AuditConfig
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import NamespaceHandle
@@ -47,7 +47,7 @@ class TestChoice:
         assert not any(chooser.choose(KEY, busy=True) for _ in range(500))
         assert [chooser.choose(KEY, busy=False) for _ in range(3)] == [True, False, False]
 
-    def test_under_load_too_where_that_is_set(self) -> None:
+    def test_audits_under_load_if_set(self) -> None:
         chooser = HitChooser(AuditConfig(share=0.02, under_load=True))
         assert sum(chooser.choose(KEY, busy=True) for _ in range(500)) == 10
 
@@ -61,7 +61,7 @@ class TestChoice:
         ({"tolerance": {"float16": 0.0}}, "audit.tolerance.float16"),
     ],
 )
-def test_settings_that_make_no_sense(settings: dict[str, Any], path: str) -> None:
+def test_invalid_settings(settings: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError) as error:
         AuditConfig(**settings)
     assert error.value.path == path
@@ -71,7 +71,7 @@ class TestComparison:
     def test_equal(self) -> None:
         assert compare(numbers(), numbers(), LAYOUT).error == 0
 
-    def test_noise_is_what_it_is(self) -> None:
+    def test_noise_gives_a_small_error(self) -> None:
         noise = 0.003 * np.random.default_rng(2).standard_normal(len(numbers()))
         found = compare(numbers(), (numbers() + noise).astype(np.float32), LAYOUT)
         assert 0.001 < found.error < 0.006
@@ -97,7 +97,7 @@ class TestComparison:
         assert compare(kept, other, LAYOUT).error == 0
 
     @pytest.mark.parametrize("value", [np.nan, np.inf])
-    def test_what_is_no_number_agrees_with_nothing(self, value: float) -> None:
+    def test_nan_and_infinity_agree_with_nothing(self, value: float) -> None:
         broken = np.full_like(numbers(), value)
         assert compare(numbers(), broken, LAYOUT).error == 2
         assert compare(broken, broken, LAYOUT).error == 2
@@ -107,7 +107,7 @@ class TestComparison:
         assert compare(zeros, zeros, LAYOUT).error == 0
         assert compare(zeros, numbers(), LAYOUT).error == pytest.approx(2)
 
-    def test_bytes_of_the_engine_alone_cannot_be_compared(self) -> None:
+    def test_plain_bytes_cannot_be_compared(self) -> None:
         layout = KVLayout.opaque(4096, 16)
         with pytest.raises(ValueError, match="uint8"):
             compare(bytes(4096), bytes(4096), layout)
@@ -116,7 +116,7 @@ class TestComparison:
 @pytest.mark.parametrize("dtype", sorted(AUDIT_TOLERANCE))
 def test_each_dtype_reads_as_torch_does(dtype: Any) -> None:
     torch = pytest.importorskip("torch")
-    from kvdepot.adapters.audit import _DECODERS
+    from kvdepot.adapters.audit import DECODERS
     from kvdepot.adapters.tensors.kvtensors import DTYPES
 
     kind = next(torch_type for torch_type, name in DTYPES.items() if name == dtype)
@@ -125,7 +125,7 @@ def test_each_dtype_reads_as_torch_does(dtype: Any) -> None:
     if width == 1:
         raw = np.arange(256, dtype=np.uint8)
     expected = torch.from_numpy(raw.copy()).view(kind).to(torch.float32).numpy()
-    found = _DECODERS[dtype](raw)
+    found = DECODERS[dtype](raw)
     finite = np.isfinite(expected)
     assert np.array_equal(found[finite], expected[finite])
     assert not np.isfinite(found[~finite]).any()
@@ -149,16 +149,16 @@ class TestAuditor:
 
     def test_a_block_that_agrees(self, store: Store, space: NamespaceHandle) -> None:
         (key,) = space.keys(range(16))
-        store.put(key, numbers())
+        store.put_many([key], [numbers()])
         assert self.auditor(store).check(key, numbers() * np.float32(1.001), LAYOUT)
-        assert store.audits.known()["compared"] == 1
+        assert store.audits.list()["compared"] == 1
         assert len(store.match([key])) == 1
 
-    def test_one_that_does_not(
+    def test_a_block_that_differs(
         self, store: Store, space: NamespaceHandle, caplog: pytest.LogCaptureFixture
     ) -> None:
         (key,) = space.keys(range(16))
-        store.put(key, numbers())
+        store.put_many([key], [numbers()])
         with caplog.at_level(logging.ERROR):
             assert self.auditor(store).check(key, numbers(2), LAYOUT) is False
         assert "AUDIT FAILED" in caplog.text
@@ -166,14 +166,14 @@ class TestAuditor:
 
     def test_the_tolerance_is_a_setting(self, store: Store, space: NamespaceHandle) -> None:
         (key,) = space.keys(range(16))
-        store.put(key, numbers())
+        store.put_many([key], [numbers()])
         auditor = self.auditor(store, tolerance={"float32": 0.0001})
         assert auditor.check(key, numbers() * np.float32(1.001), LAYOUT) is False
 
-    def test_a_block_that_is_gone(self, store: Store, space: NamespaceHandle) -> None:
+    def test_a_block_that_was_removed(self, store: Store, space: NamespaceHandle) -> None:
         (key,) = space.keys(range(16))
         assert self.auditor(store).check(key, numbers(), LAYOUT) is None
-        assert store.audits.known()["compared"] == 0
+        assert store.audits.list()["compared"] == 0
 
     def test_scratch_leaves_nothing_behind(self, store: Store, space: NamespaceHandle) -> None:
         (key,) = space.keys(range(16))
@@ -185,15 +185,17 @@ class TestAuditor:
         assert store.stats()["blocks"] == 0
         assert store.stats()["tiers"]["dram"]["used_bytes"] == before
 
-    def test_a_chosen_block_is_expected_once(self, store: Store) -> None:
-        auditor = self.auditor(store)
-        auditor.expect([KEY])
-        assert auditor.is_waiting(KEY)
-        assert [auditor.expected(KEY), auditor.expected(KEY)] == [True, False]
 
-    def test_what_never_comes_is_forgotten(self, store: Store) -> None:
-        auditor = self.auditor(store)
+class TestHits:
+    def test_the_last_block_of_a_chosen_hit_is_expected_once(self, store: Store) -> None:
+        hits = AuditedHits(store, AuditConfig(share=1), "engine 2", LOG)
+        assert hits.served_blocks([OTHER, KEY], busy=False) == 1
+        assert hits.is_expected(KEY) and not hits.is_expected(OTHER)
+        assert [hits.take_expected(KEY), hits.take_expected(KEY)] == [True, False]
+        assert hits.served_blocks([], busy=False) == 0
+
+    def test_blocks_that_never_come_are_forgotten(self, store: Store) -> None:
+        hits = AuditedHits(store, AuditConfig(share=1), "engine 2", LOG)
         keys = [BlockKey(number.to_bytes(32, "big")) for number in range(200)]
-        auditor.expect(keys)
-        assert not auditor.expected(keys[0])
-        assert auditor.expected(keys[-1])
+        hits.expect(keys)
+        assert [hits.take_expected(keys[at]) for at in (0, -1)] == [False, True]

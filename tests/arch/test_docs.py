@@ -45,7 +45,7 @@ def test_commands_can_be_typed_as_printed(page: Path) -> None:
     typed = list(typed_commands(text))
     for words in (*typed, *inline_commands(text)):
         try:
-            build_parser({words[0]})[0].parse_args(words)
+            build_parser({words[0]}).parse_args(words)
         except UsageError as error:
             if words not in typed and re.search(r" (?:are|is) required|expected one", str(error)):
                 continue

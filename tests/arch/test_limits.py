@@ -18,29 +18,12 @@ IMPORTS_MAX = 20
 FILE_LINES_MAX = 900
 
 OVER = {
-    "adapters/hf/served_call.py: attributes of ServedCall": 19,
-    "adapters/llama_cpp/proxy.py: attributes of LlamaProxy": 17,
-    "adapters/vllm/requests.py: attributes of TrackedRequest": 20,
-    "adapters/vllm/scheduler.py: methods of ConnectorScheduler": 36,
-    "adapters/vllm/scheduler.py: attributes of ConnectorScheduler": 27,
-    "adapters/vllm/worker.py: attributes of ConnectorWorker": 19,
-    "daemon/client/remote.py: methods of RemoteStore": 34,
-    "core/depot.py: methods of Depot": 30,
     "index/catalog.py: attributes of Catalog": 18,
     "policy/eviction/reuse_density.py: attributes of ReuseDensity": 25,
     "daemon/server/daemon.py: attributes of Daemon": 21,
-    "daemon/server/requests.py: methods of RequestHandler": 36,
-    "store/open.py: imports": 21,
-    "store/sessions/pins.py: methods of PinManager": 27,
-    "store/store.py: methods of Store": 35,
-    "store/store.py: attributes of Store": 18,
-    "store/store.py: imports": 37,
-    "testing/power.py: methods of PowerFiles": 29,
+    "daemon/server/requests.py: methods of RequestHandler": 29,
     "testing/torture/ledger.py: attributes of Expectation": 20,
     "testing/torture/workload.py: methods of StoreSession": 30,
-    "volumes/log/medium.py: methods of DirectoryMedium": 26,
-    "volumes/object/upkeep.py: attributes of BucketUpkeep": 26,
-    "volumes/object/upkeep.py: methods of BucketUpkeep": 26,
 }
 
 Counted = Iterator[tuple[str, int]]

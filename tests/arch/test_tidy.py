@@ -21,7 +21,6 @@ MAKES_FILES = {
     "core/private.py",
     "io/files.py",
     "cli/directories.py",
-    "cli/doctor/machine.py",
     "cli/torture.py",
     "adapters/hf/smollm2.py",
     "bench/daemon.py",
@@ -185,7 +184,6 @@ def test_only_the_output_module_prints() -> None:
 
 
 ANSWERS_FOR_OTHERS = {
-    "daemon/server/connection.py",
     "daemon/server/daemon.py",
     "store/events.py",
 }

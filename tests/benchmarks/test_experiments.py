@@ -81,3 +81,11 @@ def test_routing_by_what_nodes_have_computes_less_than_at_random() -> None:
     assert {row["tokens"] for row in arms.values()} == {arms["random"]["tokens"]}
     assert arms["prefix"]["computed_tokens"] < arms["random"]["computed_tokens"]
     assert not any(row["wrong_bytes"] for row in arms.values())
+
+
+@pytest.mark.slow
+def test_every_figure_of_the_hybrid_paper_has_a_row() -> None:
+    command = [sys.executable, str(BENCHMARKS / "hybrid_paper.py"), "--json"]
+    rows = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["rows"]
+    assert {row["figure"] for row in rows} == {str(number) for number in range(12, 23)}
+    assert all(row["why"] for row in rows if row["fits"] == "no"), "what does not fit says why"

@@ -1,16 +1,13 @@
 """`kvdepot check` and `kvdepot inspect`: what they print, and how they exit."""
 
-import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import kvdepot
-from kvdepot.cli.check import SHOWN_MAX, follow
+from kvdepot.cli.check import SHOWN_MAX
 from kvdepot.cli.main import main
-from kvdepot.cli.output import Progress
 from kvdepot.core.layout import KVLayout
 from kvdepot.store.store import Store
 
@@ -36,7 +33,7 @@ def store(tmp_path: Path) -> Path:
         space = opened.namespace(model="some/model", layout=layout, tenant="acme", secret=SECRET)
         keys = space.keys(list(range(16 * BLOCKS)))
         for number, key in enumerate(keys):
-            assert opened.put(key, bytes([number]) * BLOCK_BYTES, timeout_s=10.0)
+            assert opened.put_many([key], [bytes([number]) * BLOCK_BYTES], timeout_s=10.0)[0]
         assert opened.flush()
         opened.remove(keys[-2:])
     return path
@@ -105,7 +102,7 @@ def test_people_are_spared_long_lists(tmp_path: Path, capsys: Seen) -> None:
     with open_store(path) as opened:
         space = opened.namespace(model="m", layout=KVLayout.opaque(BLOCK_BYTES, 16))
         for key in space.keys(list(range(16 * 230))):
-            assert opened.put(key, key * 128, timeout_s=10.0)
+            assert opened.put_many([key], [key * 128], timeout_s=10.0)[0]
     count = len(list(path.glob("segment-*")))
     assert count > SHOWN_MAX
     damage(path, count)
@@ -145,7 +142,7 @@ def test_no_store(command: list[str], tmp_path: Path, capsys: Seen) -> None:
 def test_inspect(store: Path, capsys: Seen) -> None:
     assert main(["inspect", str(store)]) == 0
     seen = capsys.readouterr().out
-    for text in ("format 2", "some/model", "acme", "fp8_e4m3", "sealed", "open", "tombstones 2"):
+    for text in ("format 2", "some/model", "acme", "fp8_e4m3", "sealed", "open", "tombstones  2"):
         assert text in seen
     assert SECRET.decode() not in seen
 
@@ -173,12 +170,3 @@ def test_inspect_tells_of_damage(store: Path, capsys: Seen) -> None:
     seen = capsys.readouterr()
     assert "some/model" in seen.out
     assert "superblock: damaged" in seen.err
-
-
-def test_progress_follows_the_bytes() -> None:
-    times: Iterator[float] = iter([0.0, 0.0, 3.0, 4.0])
-    stream = io.StringIO()
-    with Progress("checking", stream=stream, clock=lambda: next(times)) as line:
-        follow(line, 25, 100)
-        follow(line, 50, 100)
-    assert stream.getvalue() == "checking … 25 %\n"

@@ -68,11 +68,6 @@ def test_a_wrong_setting_is_told_without_a_trace(capsys: Seen) -> None:
     assert "dram.capacity" in hint
 
 
-def test_a_setting_without_a_value_is_told(capsys: Seen) -> None:
-    assert main(["config", "show", "--set", "dram.capacity"]) == 2
-    assert "hint: --set" in capsys.readouterr().err
-
-
 def test_settings_may_contain_an_equals_sign() -> None:
     assert parse_settings(["a.b=c=d", "e= f "]) == {"a.b": "c=d", "e": "f"}
     with pytest.raises(ConfigError):
@@ -136,15 +131,3 @@ def test_check_looks_at_the_file_alone(
     monkeypatch.setenv("KVDEPOT_BLOCK_TOKENS", "nonsense")
     assert main(["config", "check", str(file)]) == 0
     assert "ok" in capsys.readouterr().out
-
-
-def test_an_absent_file_is_told(tmp_path: Path, capsys: Seen) -> None:
-    assert main(["config", "show", "--config", str(tmp_path / "absent.toml")]) == 2
-    assert "absent.toml" in capsys.readouterr().err
-
-
-def test_a_verb_is_needed(capsys: Seen) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["config"])
-    assert end.value.code == 2
-    assert "hint: kvdepot config --help" in capsys.readouterr().err

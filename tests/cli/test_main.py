@@ -1,18 +1,23 @@
-"""The `kvdepot` command itself: failures as messages, pipes, Ctrl-C, terminals, completion."""
+"""The `kvdepot` command itself: errors, pipes, Ctrl-C, terminals, options, completion."""
 
+import io
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from kvdepot.cli.main import COMMANDS, main
-from kvdepot.cli.report.tables import Table
+from kvdepot.cli import output
+from kvdepot.cli.command import COMMANDS, command_tree, parse_options
+from kvdepot.cli.main import main
 
+ROOT = Path(__file__).parents[2]
 Seen = pytest.CaptureFixture[str]
 INTERRUPTED_AT = """
 import os, runpy, signal, sys
@@ -58,7 +63,7 @@ def test_a_reader_that_goes_is_not_an_error(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("closed", [">/dev/null 2>&-", "2>/dev/full >&2"])
-def test_nobody_is_told_where_stderr_is_gone(closed: str) -> None:
+def test_a_closed_stderr_is_not_an_error(closed: str) -> None:
     command = f"{sys.executable} -m kvdepot config show --set nothing {closed}"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
@@ -78,12 +83,8 @@ def test_ctrl_c_while_it_starts_leaves_no_trace(at: str, status: int) -> None:
     "words", [("plan", "nowhere"), ("tiers", "list", "--socket", "none.sock"), ("sim", "--bogus")]
 )
 def test_errors_are_json_where_json_was_asked_for(words: tuple[str, ...], capsys: Seen) -> None:
-    try:
-        status = main([*words, "--json"])
-    except SystemExit as end:  # words that make no command
-        status = int(str(end.code))
+    assert main([*words, "--json"]) == 2
     seen = capsys.readouterr()
-    assert status == 2
     told = json.loads(seen.out)
     assert told["ok"] is False and told["error"] in seen.err and told["hint"] in seen.err
 
@@ -123,20 +124,55 @@ def test_tables_fit_the_terminal() -> None:
     assert max(map(len, shown.splitlines())) <= 60
 
 
-def test_words_are_wrapped_before_rows_become_lists() -> None:
-    table = Table(("what", "why", "n"), [("a", "because it is so and not otherwise", 1)])
-    assert table.text(200) == table.text()
-    wrapped = table.text(30).splitlines()
-    assert max(map(len, wrapped)) <= 30 and len(wrapped) > 3
-    assert "otherwise" in table.text(30)
-    assert table.text(12).splitlines()[0] == "what  a"
+def test_no_command_shows_help(capsys: Seen) -> None:
+    assert main([]) == 2
+    assert "doctor" in capsys.readouterr().err
+
+
+def test_version(capsys: Seen) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("kvdepot 0.")
+
+
+def test_every_command_has_json_and_a_help_for_each_option() -> None:
+    tree = dict(command_tree())
+    assert {"kvdepot session pin", "kvdepot config check", "kvdepot completion"} <= tree.keys()
+    for name, command in tree.items():
+        assert command.help and (command.run is None) == bool(command.verbs), name
+        options = command.parsed_options()
+        assert all(option.help for option in options), name
+        assert (command.run is None) or "--json" in {option.name for option in options}, name
+        known = {option.name for option in options}
+        refused = {other for option in options for other in (*option.needs, *option.not_with)}
+        assert refused <= known, name
+
+
+def test_options_are_read_from_their_text() -> None:
+    text = """
+    [FILE...]          arguments
+    --seed N           a number, explained in
+                       two lines [default: 7]
+    --order old|new    words [needs: --seed, --key]
+    --key PATH         a path [required] [not with: --seed]
+    --set NAME=VALUE   settings [repeat]
+    --all              a flag [alone]
+    """
+    file, seed, order, key, each, every = parse_options(text, {})
+    assert (file.dest, file.many, file.default) == ("file", "*", [])
+    assert (seed.help, seed.default) == ("a number, explained in two lines (default: 7)", 7)
+    assert (order.choices, order.needs) == (("old", "new"), ("--seed", "--key"))
+    assert (key.kind, key.required, key.not_with) == (Path, True, ("--seed",))
+    assert (each.many, each.help) == ("append", "settings (may be repeated)")
+    assert every.alone and every.default is False and not every.metavar
+    (keyword,) = parse_options("--for TIME    how long", {"TIME": float})
+    assert (keyword.dest, keyword.kind) == ("for_", float)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_knows_every_command(shell: str, capsys: Seen) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["--completion", shell])
-    assert end.value.code == 0
+    assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     for command in COMMANDS:
         assert command in script
@@ -153,11 +189,40 @@ def test_completion_knows_every_command(shell: str, capsys: Seen) -> None:
     ],
 )
 def test_bash_completes(typed: str, offered: str, capsys: Seen) -> None:
-    with pytest.raises(SystemExit):
-        main(["--completion", "bash"])
+    assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     words = typed.split(" ")
     ask = f'COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _kvdepot; echo "${{COMPREPLY[*]}}"'
     done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True)
     assert done.stderr == ""
     assert sorted(done.stdout.split()) == sorted(offered.split())
+
+
+def test_progress_is_silent_for_two_seconds_off_a_terminal() -> None:
+    now_s, stream = [0.0], io.StringIO()
+    with output.Progress("copying", 100, stream=stream, clock=lambda: now_s[0]) as progress:
+        progress.advance(10)
+        assert stream.getvalue() == ""
+        now_s[0] = 2.5
+        progress.advance(40)
+    assert stream.getvalue() == "copying … 50 %\n"
+
+
+def test_progress_on_a_terminal_leaves_a_clean_line() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    with output.Progress("copying", stream=stream):
+        assert stream.getvalue() == "\rcopying …"
+    assert stream.getvalue().endswith("\r")
+
+
+@pytest.mark.parametrize("there", ["2.6.0", "2.7.1+cu128", "2.13.0+cpu", "3.0.0a1+rocm"])
+def test_the_extra_keeps_a_torch_that_is_there(there: str) -> None:
+    """pip leaves alone what satisfies the requirement, whichever index it came from."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [Requirement(text) for text in project["optional-dependencies"]["hf"]]
+    (torch,) = (one for one in wanted if one.name == "torch")
+    assert torch.specifier.contains(there, prereleases=True) and torch.url is None

@@ -7,11 +7,6 @@ import sys
 import urllib.request
 from pathlib import Path
 
-import pytest
-
-from kvdepot.cli.main import main
-from kvdepot.cli.proxy import address
-
 COMMAND = ["proxy", "llama-server", "--upstream", "http://127.0.0.1:1", "--listen", "127.0.0.1:0"]
 MEMORY = ["--set", "dram.capacity=16MiB", "--set", "dram.prefault=false"]
 
@@ -31,34 +26,3 @@ def test_it_listens_without_a_server_and_ends_when_told(tmp_path: Path) -> None:
         said = json.loads(process.stdout.readline())
         assert said["stopped"] and said["requests"] == 0
         assert process.wait() == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--slots", "S", "--socket", "x", "--set", "a.b=c"], "--socket: excludes --config"),
-        (["--slots", "S", "--listen", "here"], "not of the form host:port"),
-        ([], "--slots"),
-        (["--slots", "S", "--upstream", "ftp://x", *MEMORY], "is not the address of"),
-    ],
-)
-def test_mistakes_are_told(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    try:
-        status = main([*COMMAND, *arguments])
-    except SystemExit as end:
-        status = int(str(end.code))
-    assert status == 2
-    assert message in capsys.readouterr().err
-
-
-def test_addresses() -> None:
-    assert address("0.0.0.0:80") == ("0.0.0.0", 80)
-    assert address("[::1]:80") == ("::1", 80)
-    assert address(":0") == ("127.0.0.1", 0)

@@ -1,8 +1,5 @@
-"""Tables and charts that commands share."""
+"""Tables, charts and the pages that commands write."""
 
-import base64
-import csv
-import re
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -13,20 +10,19 @@ from tests.support.browser import BINARY, Browser
 from tests.support.waiting import until
 
 import kvdepot
-from kvdepot.cli.report.charts import (
-    NARROW_WIDTH,
+from kvdepot.cli.report import (
     Bars,
     Chart,
     Curve,
     Curves,
+    Origin,
     Point,
-    Range,
-    Ranges,
+    Report,
+    Section,
     Series,
     ticks,
 )
-from kvdepot.cli.report.page import Origin, page, section, tiles
-from kvdepot.cli.report.tables import Table
+from kvdepot.cli.tables import Table
 from kvdepot.planner.parts import load_parts
 
 ORIGIN = Origin("kvdepot plan <x>", "1.2.3", "two cores", "today")
@@ -56,13 +52,24 @@ def test_a_column_of_numbers_may_have_gaps_and_a_word() -> None:
     ]
 
 
+def test_words_are_wrapped_before_rows_become_lists() -> None:
+    table = Table(("what", "why", "n"), [("a", "because it is so and not otherwise", 1)])
+    assert table.text(200) == table.text()
+    wrapped = table.text(30).splitlines()
+    assert max(map(len, wrapped)) <= 30 and len(wrapped) > 3
+    assert "otherwise" in table.text(30)
+    assert table.text(12).splitlines()[0] == "what  a"
+
+
 def test_a_page_shows_the_same_table_and_escapes_it() -> None:
-    html = Table(["<name>", "bytes"], [["a & b", 1], ["c", 2.5]]).html()
-    root = ElementTree.fromstring(html)
+    table = Table(["<name>", "bytes"], [["a & b", 1], ["c", 2.5]])
+    root = ElementTree.fromstring(table.html("sizes"))
     assert [cell.text for cell in root.iter("th")] == ["<name>", "bytes"]
     assert [cell.text for cell in root.iter("td")] == ["a & b", "1", "c", "2.50"]
     assert [cell.get("class") for cell in root.iter("td")] == [None, "number"] * 2
-    assert html in page("title", "lead", [section("part", html)], origin=ORIGIN)
+    report = Report("title", "lead", [Section("sizes", [table])])
+    assert table.html("sizes") in report.html(ORIGIN)
+    assert table.text() in report.text()
 
 
 def test_a_row_of_another_length_is_an_error() -> None:
@@ -73,42 +80,63 @@ def test_a_row_of_another_length_is_an_error() -> None:
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_points_are_placed_by_their_axes(logarithmic: bool) -> None:
     points = [Point(x, y, f"tip {x:g}") for x, y in ((1.0, 0.0), (10.0, 1.0), (100.0, 2.0))]
-    curves = [Curve("one", "c0", points)]
     label = (lambda x: f"{x:g}") if logarithmic else None
-    drawing = ElementTree.fromstring(Curves("t", "x", "y", curves, x_label=label).draw())
-    places = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in dots(drawing)]
-    (x1, y1), (x2, y2), (x3, y3) = places
+    chart = Curves("t", "x", "y", [Curve("one", "c0", points)], x_label=label)
+    drawing = ElementTree.fromstring(chart.draw())
+    dots = drawing.iter(f"{SVG}circle")
+    (x1, y1), (x2, y2), (x3, y3) = [(percent(dot, "cx"), float(dot.get("cy", ""))) for dot in dots]
     assert y1 - y2 == pytest.approx(y2 - y3, abs=0.2)
-    share = (x2 - x1) / (x3 - x1)
-    assert share == pytest.approx(0.5 if logarithmic else 9 / 99, abs=0.01)
+    assert (x2 - x1) / (x3 - x1) == pytest.approx(0.5 if logarithmic else 9 / 99, abs=0.01)
     words = {text.text for text in drawing.iter(f"{SVG}text")}
     assert ({"1", "10", "100"} <= words) == logarithmic
 
 
-def dots(drawing: ElementTree.Element) -> list[ElementTree.Element]:
-    return list(drawing.iter(f"{SVG}circle"))
+def percent(shape: ElementTree.Element, name: str) -> float:
+    text = shape.get(name, "")
+    assert text.endswith("%"), "a width that fits every screen"
+    return float(text[:-1])
 
 
-POINTS = [Point(3.0, 1.0, "a"), Point(700.0, 0.5, "b", "the chosen one")]
+POINTS = [Point(3.0, 1.0, "a"), Point(700.0, 0.5, "b")]
 SSD, HDD = Series("y", "ssd", [1 / 3, 2]), Series("z", "hdd", range(9))
 CHARTS: list[Chart] = [
-    Bars("beside", "ms", ["one\nafter", "two"], [Series("x", "dram", [1, 3]), SSD]),
+    Bars("one below the other", "ms", ["one", "two"], [Series("x", "dram", [1, 3]), SSD]),
     Bars("stacked", "s", [f"turn {n}" for n in range(9)], [HDD, HDD], stacked=True),
     Curves("curves", "size", "ratio", [Curve("lru", "c0", POINTS)], x_label=str),
     Curves("points", "cost", "p95", [Curve("", "mark", POINTS)], limit=0.7),
-    Ranges("ranges", "s", [Range("prefill", 1.0, None, "× 0.5", "× 2")], 2.0, 3.0),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.title)
-def test_a_chart_fits_a_phone(chart: Chart) -> None:
-    drawing = ElementTree.fromstring(chart.draw(NARROW_WIDTH))
-    assert drawing.get("viewBox", "").split()[2] == str(NARROW_WIDTH)
+def test_a_chart_fits_every_width_and_has_its_numbers(chart: Chart) -> None:
+    drawing = ElementTree.fromstring(chart.draw())
     for box in drawing.iter(f"{SVG}rect"):
-        right = float(box.get("x", "")) + float(box.get("width", ""))
-        assert 0 <= float(box.get("x", "")) <= right <= NARROW_WIDTH
+        assert 0 <= percent(box, "x") <= percent(box, "x") + percent(box, "width") <= 100.01
     for text in drawing.iter(f"{SVG}text"):
-        assert 0 <= float(text.get("x", "")) <= NARROW_WIDTH, text.text
+        assert 0 <= percent(text, "x") <= 100, text.text
+    page = Report("t", "l", [Section("part", [chart])]).html(ORIGIN)
+    assert chart.table().html("part") in page
+    assert all(f"{entry.name}</li>" in page for entry in chart.legend())
+    given = Report("t", "l", [Section("part", [chart, Table(["a"], [["b"]])])]).html(ORIGIN)
+    assert given.count("<table>") == 1, "a table that is given stands for the numbers"
+
+
+def test_bars_are_drawn_to_scale() -> None:
+    boxes = list(ElementTree.fromstring(CHARTS[0].draw()).iter(f"{SVG}rect"))
+    widths = {
+        style: [percent(box, "width") for box in boxes if box.get("class") == style]
+        for style in ("dram", "ssd")
+    }
+    assert widths["dram"][0] / widths["dram"][1] == pytest.approx(1 / 3, abs=0.01)
+    assert widths["ssd"][1] / widths["dram"][1] == pytest.approx(2 / 3, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("most", "marks"),
+    [(8.0, [0, 2, 4, 6, 8]), (0.3, [0, 0.1, 0.2, 0.3]), (2900, [0, 1000, 2000, 3000]), (0, [0, 1])],
+)
+def test_ticks_are_round_and_reach_the_top(most: float, marks: list[float]) -> None:
+    assert ticks(most) == pytest.approx(marks)
 
 
 class Tags(HTMLParser):
@@ -135,60 +163,16 @@ class Tags(HTMLParser):
         self.text += data
 
 
-def test_page_is_well_formed_and_needs_nothing_else() -> None:
-    parts = [section(chart.title, chart, caption="a <b>&") for chart in CHARTS]
-    whole = page("a <model>", "lead", parts, origin=ORIGIN)
+def test_a_page_is_well_formed_and_needs_nothing_else() -> None:
+    sections = [Section(chart.title, [chart], caption="a <b>&") for chart in CHARTS]
+    whole = Report("a <model>", "lead", sections).html(ORIGIN)
     tags = Tags()
     tags.feed(whole)
-    assert tags.open == []
-    assert all(link.startswith("data:text/csv") for link in tags.links)
+    assert tags.open == [] and tags.links == []
     assert "url(" not in whole and "@import" not in whole and "<script" not in whole
     assert "a <model>" in tags.text and "a <b>&" in tags.text
     assert "prefers-color-scheme: dark" in whole
-
-
-def test_bars_are_drawn_to_scale() -> None:
-    drawing = ElementTree.fromstring(CHARTS[0].draw())
-    first, second = bar_heights(drawing, "dram")
-    assert first / second == pytest.approx(1 / 3, abs=0.01)
-    assert bar_heights(drawing, "ssd")[1] / second == pytest.approx(2 / 3, abs=0.01)
-
-
-def bar_heights(drawing: ElementTree.Element, style: str) -> list[float]:
-    found = [box for box in drawing.iter(f"{SVG}rect") if box.get("class") == style]
-    return [float(box.get("height", "")) for box in found]
-
-
-@pytest.mark.parametrize(
-    ("most", "marks"),
-    [(8.0, [0, 2, 4, 6, 8]), (0.3, [0, 0.1, 0.2, 0.3]), (2900, [0, 1000, 2000, 3000]), (0, [0, 1])],
-)
-def test_ticks_are_round_and_reach_the_top(most: float, marks: list[float]) -> None:
-    assert ticks(most) == pytest.approx(marks)
-
-
-def test_numbers_are_under_a_chart_and_can_be_saved() -> None:
-    html = section("How soon", CHARTS[0])
-    (link,) = re.findall(
-        r'href="data:text/csv;charset=utf-8;base64,([^"]*)" download="([^"]*)"', html
-    )
-    assert link[1] == "how-soon.csv"
-    rows = list(csv.reader(base64.b64decode(link[0]).decode().splitlines()))
-    assert rows == [["", "x, ms", "y, ms"], ["one after", "1", str(1 / 3)], ["two", "3", "2"]]
-    assert html.index("</svg>") < html.index("<table>")
-    given = section("How soon", CHARTS[0], Table(["a"], [["b"]]))
-    assert given.count("<table>") == 1, "a table that is given stands for the numbers"
-
-
-@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.title)
-def test_every_chart_has_its_numbers(chart: Chart) -> None:
-    assert len(chart.table().rows) >= 1
-    html = section("part", chart)
-    assert all(f"{entry.name}</li>" in html for entry in chart.legend())
-
-
-def test_the_foot_says_where_it_comes_from() -> None:
-    foot = page("t", "l", [], origin=ORIGIN).partition("<footer>")[2]
+    foot = whole.partition("<footer>")[2]
     for words in ("kvdepot plan &lt;x&gt;", "1.2.3", "two cores", "today"):
         assert words in foot
     here = Origin.of("kvdepot sim")
@@ -196,10 +180,10 @@ def test_the_foot_says_where_it_comes_from() -> None:
 
 
 def test_all_tiers_have_a_colour() -> None:
-    whole = page("t", "l", [], origin=ORIGIN)
+    whole = Report("t", "l", []).html(ORIGIN)
     for tier in (*load_parts().tiers, "shared", "memory"):
         assert f"svg .{tier} {{ fill: var(--{tier})" in whole
-        assert len(re.findall(rf"--{tier}: #[0-9a-f]{{6}}", whole)) == 2, "light and dark"
+        assert whole.count(f"--{tier}: #") == 2, "light and dark"
 
 
 @pytest.mark.slow
@@ -208,9 +192,9 @@ def test_a_page_in_a_browser(tmp_path: Path) -> None:
     """Nothing but tables scrolls sideways, axe finds nothing, at both widths and colours."""
     file = tmp_path / "page.html"
     table = Table([f"column {n}" for n in range(30)], [["word"] * 30])
-    parts = [tiles([("1", "of all", "good")]), section("Wide", table)]
-    parts += [section(chart.title, chart, caption="Words.") for chart in CHARTS]
-    file.write_text(page("A report", "What it is.", parts, origin=ORIGIN))
+    sections = [Section("Wide", [table])]
+    sections += [Section(chart.title, [chart], caption="Words.") for chart in CHARTS]
+    file.write_text(Report("A report", "What it is.", sections).html(ORIGIN))
     axe = resources.files("axe_core_python").joinpath("axe.min.js").read_text("utf-8")
     with Browser(tmp_path) as browser:
         for width, dark in ((1200, False), (400, True), (400, False)):
@@ -218,8 +202,6 @@ def test_a_page_in_a_browser(tmp_path: Path) -> None:
             browser.call("Page.navigate", url=file.as_uri())
             until(lambda: browser.evaluate("document.readyState") == "complete")
             assert browser.evaluate("document.documentElement.scrollWidth") <= width
-            shown = "getComputedStyle(document.querySelector('.narrow')).display"
-            assert browser.evaluate(shown) == ("none" if width > 640 else "block")
             browser.evaluate(axe + "; 0")
             found = browser.evaluate("axe.run().then(r => r.violations)")
             assert [(one["id"], one["nodes"][0]["html"]) for one in found] == []

@@ -67,12 +67,6 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, capsys: See
     assert (tmp_path / "mine").read_text() == "precious"
 
 
-def test_kinds_that_do_not_exist_are_refused(capsys: Seen) -> None:
-    with pytest.raises(SystemExit):
-        main(["torture", "--only", "kills,floods"])
-    assert "is not made of" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.crash
 def test_a_share_of_all_kinds(tmp_path: Path, seed: int, capsys: Seen) -> None:

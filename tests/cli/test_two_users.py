@@ -56,8 +56,8 @@ def public() -> Iterator[Path]:
 def make_store(place: Path) -> None:
     with kvdepot.open(**small(place / "kv")) as store:
         put(store, prompt(space_of(store), 1, 3))
-        store.record(str(place / "trace.jsonl"))
-        store.stop_recording()
+        store.admin.record(str(place / "trace.jsonl"))
+        store.admin.stop_recording()
 
 
 def make_socket(place: Path) -> None:

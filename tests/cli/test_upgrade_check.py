@@ -10,7 +10,8 @@ import pytest
 import kvdepot
 from kvdepot.cli.main import main
 from kvdepot.daemon.wire.versions import SpokenVersions
-from kvdepot.format.segment import FORMAT, Superblock
+from kvdepot.format.metadata import VolumeHeader
+from kvdepot.format.segment import FORMAT
 from kvdepot.native import checksum
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import small
@@ -52,7 +53,7 @@ def test_a_store_of_another_format_stops_it(number: int, tmp_path: Path, capsys:
     (length,) = struct.unpack_from("<I", page, 20)
     struct.pack_into("<I", page, 16, number)
     struct.pack_into("<Q", page, 0, checksum(page[8 : 24 + length]))
-    assert Superblock.parse(bytes(page)) == number
+    assert VolumeHeader.parse(bytes(page)) == number
     path.write_bytes(page)
     status, found = checked(capsys, tmp_path, str(tmp_path / "kv"))
     assert status == 1

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.support.cxl_world import settle
 
-from kvdepot.core.depot import Depot
+from kvdepot.depot import Depot
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import (
@@ -17,6 +17,7 @@ from kvdepot.testing.store_contract import (
     put,
     small,
     space_of,
+    touch,
 )
 
 
@@ -48,7 +49,7 @@ class TestTwoMemories(StoreContract):
         put(store, first)
         put(store, second)
         assert store.flush()
-        assert store.touch(first) == 10
+        assert touch(store, first) == 10
         for number in range(25):
             assert put(store, prompt(space, 1000 + number, 1))
             settle(store)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.core.depot import Depot
+from kvdepot.depot import Depot
 from kvdepot.store.open import open_store
 from kvdepot.testing.store_contract import InPlaceContract, OpenDepot, StoreContract, small
 

@@ -1,4 +1,4 @@
-"""Every volume of ours, and every wrapper, obeys the contract.
+"""Every volume of ours obeys the contract.
 
 Slow: what differs from a quick one in its I/O engine only.
 """
@@ -17,7 +17,7 @@ from kvdepot.io.files import EngineKind, Files
 from kvdepot.native import uring_available
 from kvdepot.testing.contract import Reopen, VolumeContract
 from kvdepot.testing.emulation import DriveModel, EmulatedFiles
-from kvdepot.testing.fakes import CONTEXT, CountingVolume, FaultyVolume, MemoryVolume, SlowVolume
+from kvdepot.testing.fakes import CONTEXT, MemoryVolume
 from kvdepot.testing.faults import FaultyFiles
 from kvdepot.volumes.log.medium import DirectIo
 from kvdepot.volumes.log.volume import LogVolume
@@ -36,24 +36,6 @@ class TestMemoryVolume(VolumeContract):
     @pytest.fixture
     def reopen(self, volume: MemoryVolume) -> Reopen | None:
         return lambda: MemoryVolume(CAPACITY_BYTES, volume.medium)
-
-
-class TestFaultyVolumeWithoutFaults(VolumeContract):
-    @pytest.fixture
-    def volume(self) -> Volume:
-        return FaultyVolume(MemoryVolume(CAPACITY_BYTES))
-
-
-class TestSlowVolumeWithoutDelay(VolumeContract):
-    @pytest.fixture
-    def volume(self) -> Volume:
-        return SlowVolume(MemoryVolume(CAPACITY_BYTES), 0.0)
-
-
-class TestCountingVolume(VolumeContract):
-    @pytest.fixture
-    def volume(self) -> Volume:
-        return CountingVolume(MemoryVolume(CAPACITY_BYTES))
 
 
 class LogVolumeContract(VolumeContract):

@@ -61,7 +61,7 @@ def map_any(file: Path, live: set[bytes]) -> Used:
         return used
     data, at, frames = file.read_bytes(), PAGE, []
     used.add(0, 64, "metadata")
-    (synced,) = struct.unpack_from("<Q", data, 32)
+    (synced,) = struct.unpack_from("<Q", data, 56)
     while any(data[at : at + 40]):
         _, value_bytes, _, _, name_bytes, number, told, _ = struct.unpack_from(
             "<QIBBHQQQ", data, at
@@ -187,11 +187,11 @@ def test_damage_while_open(
             harm(path, rng, foreign.path)
             get_all(store, rng.sample(every, len(every)))
             for key in more:
-                store.put(key, payload_for(key, BLOCK_BYTES), timeout_s=1.0)
+                store.put_many([key], [payload_for(key, BLOCK_BYTES)], timeout_s=1.0)[0]
             store.flush(10.0)
             harm(path, rng, foreign.path)
             get_all(store, rng.sample(every, len(every)))
-            store.check()
+            store.admin.check()
             store.remove(every[:2])
         hit_both = set(COPIES) <= harmed(path, closed)
         try:
@@ -205,7 +205,7 @@ def test_damage_while_open(
         with open_store(path) as store:
             space_of(store)
             get_all(store, every)
-            assert store.check().ok
+            assert store.admin.check().ok
         shutil.rmtree(path)
 
 
@@ -220,9 +220,9 @@ def test_damage_that_hits_an_open_store_is_found_by_its_own_check(
             for start, stop, what, owner in map_file(file, set(closed.keys)).spans:
                 if what == "block" and owner == key:
                     flip(file, (start + stop) // 2, 3)
-        report = store.check()
+        report = store.admin.check()
         assert [key.hex() in finding.what for finding in report.findings] == [True]
-        assert not store.get(key, bytearray(BLOCK_BYTES))
+        assert not store.get_many([key], [bytearray(BLOCK_BYTES)])[0]
 
 
 def test_swapped_segments_are_taken_over_where_they_lie(closed: Closed, tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ from kvdepot.testing.images import payload_for
 from kvdepot.testing.torture.damage import HARMS, Harm, flip, flip_some, swap
 store = open_store(Path(sys.argv[1]))
 for key in keys_of(space_of(store), 1):
-    store.put(key, payload_for(key, BLOCK_BYTES), timeout_s=10.0)
+    store.put_many([key], [payload_for(key, BLOCK_BYTES)], timeout_s=10.0)[0]
 store.flush()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -349,14 +349,16 @@ def test_read_only_beside_a_writer(tmp_path: Path) -> None:
     with open_store(path) as writer:
         keys = keys_of(space_of(writer), 1)
         for key in keys:
-            assert writer.put(key, payload_for(key, BLOCK_BYTES), timeout_s=10.0)
+            assert writer.put_many([key], [payload_for(key, BLOCK_BYTES)], timeout_s=10.0)[0]
         assert writer.flush()
         with open_store(path, mode="r") as reader:
             space_of(reader)
             assert get_all(reader, keys) == set(keys)
             for chain in range(2, 8):
                 for key in keys_of(space_of(writer), chain):
-                    assert writer.put(key, payload_for(key, BLOCK_BYTES), timeout_s=10.0)
+                    assert writer.put_many([key], [payload_for(key, BLOCK_BYTES)], timeout_s=10.0)[
+                        0
+                    ]
             get_all(reader, keys)
             assert audit(path).findings == []
         assert main(["check", str(path)]) == 0
@@ -383,25 +385,23 @@ def newer(page: bytes) -> bytes:
     return bytes(changed)
 
 
-def test_a_store_of_a_newer_format_is_left_alone(closed: Closed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", ["superblock", *COPIES, "segment-000000.kvs"])
+def test_any_file_shows_that_a_store_is_of_a_newer_format(
+    kept: str, closed: Closed, tmp_path: Path
+) -> None:
     path = closed.copy(tmp_path / "store")
-    (path / "superblock").write_bytes(newer((path / "superblock").read_bytes()))
-    before = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "lock"}
-    for attempt in (open_store, audit, repair):
-        with pytest.raises(FormatError, match="format 7"):
-            attempt(path)
-    assert before == {f.name: f.read_bytes() for f in path.iterdir() if f.name != "lock"}
-
-
-def test_newer_segments_without_superblock_are_left_alone(closed: Closed, tmp_path: Path) -> None:
-    path = closed.copy(tmp_path / "store")
-    (path / "superblock").unlink()
-    for file in path.glob("segment-*"):
-        with file.open("r+b") as opened:
-            opened.seek(12)
-            opened.write(struct.pack("<I", 7))
+    for file in path.iterdir():
+        page = file.read_bytes()[:PAGE]
+        if file.name != kept:
+            file.unlink()
+        elif file.name.startswith("segment-"):
+            file.write_bytes(page[:12] + struct.pack("<I", 7) + page[16:])
+        else:
+            file.write_bytes(newer(page))
+    before = (path / kept).read_bytes()
     with pytest.raises(FormatError, match="format 7"):
         open_store(path)
+    assert (path / kept).read_bytes() == before
 
 
 def test_an_empty_store_with_a_damaged_superblock(tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ def test_an_empty_store_with_the_superblock_of_larger_segments(tmp_path: Path) -
     shutil.copyfile(other / "superblock", path / "superblock")
     with open_store(path) as store:
         (key,) = keys_of(space_of(store), 1, 1)
-        assert store.put(key, payload_for(key, BLOCK_BYTES), timeout_s=10.0)
+        assert store.put_many([key], [payload_for(key, BLOCK_BYTES)], timeout_s=10.0)[0]
         assert store.flush()
     assert audit(path).ok
 
@@ -485,7 +485,7 @@ def test_damage_to_a_device(device: Path, seed: int) -> None:
     assert audit(device).findings == []
     sound = device.read_bytes()
     rng = random.Random(seed)
-    places = [(0, 100), *((slot * SEGMENT_BYTES, 56) for slot in range(1, 6))]
+    places = [(0, 64), *((slot * SEGMENT_BYTES, 56) for slot in range(1, 6))]
     places += [((slot + 1) * SEGMENT_BYTES - PAGE, 96) for slot in range(1, 6)]
     for start, length in places:
         device.write_bytes(sound)

@@ -86,9 +86,9 @@ class PullingFiles(Files):
         self._step()
         return super().open_file(path, flags)
 
-    def open_directory(self, path: Path, flags: int = 0) -> int:
+    def open_directory(self, path: Path) -> int:
         self._step()
-        fd = super().open_directory(path, flags)
+        fd = super().open_directory(path)
         self._step()
         return fd
 

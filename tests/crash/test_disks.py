@@ -40,6 +40,14 @@ def open_faulty(path: Path | list[Path], **ssd: object) -> tuple[Store, FaultyFi
     return assemble(load(overrides=settings(path, **ssd)), files=files), files
 
 
+def blocks_on_disk(store: Store) -> list[BlockKey]:
+    """Put more blocks than fit into memory; the keys of those that are on the disk alone."""
+    keys = prompt(space_of(store), 1, 64)
+    put_all(store, keys)
+    store.flush()
+    return [key for key in keys if store.match([key]).tiers == ("ssd",)]
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
 def test_failed_writes_make_a_smaller_cache_and_heal(tmp_path: Path, code: int) -> None:
     store, files = open_faulty(tmp_path / "s")
@@ -65,17 +73,13 @@ def test_failed_writes_make_a_smaller_cache_and_heal(tmp_path: Path, code: int) 
 def test_failed_reads_are_misses_and_the_blocks_can_be_put_again(tmp_path: Path) -> None:
     store, files = open_faulty(tmp_path / "s", promote=False)
     with store:
-        space = space_of(store)
-        keys = prompt(space, 1, 64)
-        put_all(store, keys)
-        store.flush()
-        on_disk = [key for key in keys if store.match([key]).tiers == ("ssd",)]
+        on_disk = blocks_on_disk(store)
         assert len(on_disk) > 10
         files.add(Fault(Call.RUN_READ, Fail(errno.EIO), times=2))
         target = bytearray(BLOCK)
-        assert store.get(on_disk[0], target).reason == "failed"
-        assert store.get(on_disk[1], target).reason == "failed"
-        assert store.put(on_disk[0], payload(on_disk[0])) is PutResult.STORED
+        assert store.get_many([on_disk[0]], [target])[0].reason == "failed"
+        assert store.get_many([on_disk[1]], [target])[0].reason == "failed"
+        assert store.put_many([on_disk[0]], [payload(on_disk[0])])[0] is PutResult.STORED
         assert verified_hits(store, on_disk) == len(on_disk) - 1
         assert healthy(store)
         assert store.flush()
@@ -87,15 +91,11 @@ def test_a_dead_disk_answers_at_once_and_comes_back(tmp_path: Path) -> None:
         tmp_path / "s", promote=False, retry_initial="200ms", retry_max="200ms"
     )
     with store:
-        space = space_of(store)
-        keys = prompt(space, 1, 64)
-        put_all(store, keys)
-        store.flush()
+        on_disk = blocks_on_disk(store)
         fault = files.add(Fault(Call.RUN_READ, Fail(errno.EIO), times=None))
-        on_disk = [key for key in keys if store.match([key]).tiers == ("ssd",)]
         target = bytearray(BLOCK)
         for key in on_disk[:10]:
-            assert not store.get(key, target)
+            assert not store.get_many([key], [target])[0]
         assert not healthy(store)
         assert fault.hits < 10, "a disk that is known to be down is not asked again and again"
         assert len(store.match([on_disk[-1]])) == 0, "nor are its blocks promised"
@@ -108,19 +108,15 @@ def test_a_dead_disk_answers_at_once_and_comes_back(tmp_path: Path) -> None:
 def test_damage_while_reading_is_never_served(tmp_path: Path) -> None:
     store, files = open_faulty(tmp_path / "s", promote=False)
     with store:
-        space = space_of(store)
-        keys = prompt(space, 1, 64)
-        put_all(store, keys)
-        store.flush()
-        on_disk = [key for key in keys if store.match([key]).tiers == ("ssd",)]
+        on_disk = blocks_on_disk(store)
         files.add(Fault(Call.RUN_READ, Corrupt(at=20, mask=4), times=1))
         files.add(Fault(Call.RUN_READ, Corrupt(at=4096 + 1000, mask=128), times=1))
         target = bytearray(BLOCK)
-        assert store.get(on_disk[0], target).reason == "corrupt"
-        assert store.get(on_disk[1], target).reason == "corrupt"
+        assert store.get_many([on_disk[0]], [target])[0].reason == "corrupt"
+        assert store.get_many([on_disk[1]], [target])[0].reason == "corrupt"
         assert store.stats()["counters"]["quarantined"] == 2
         assert not store.match([on_disk[0]])
-        assert store.put(on_disk[0], payload(on_disk[0])) is PutResult.STORED
+        assert store.put_many([on_disk[0]], [payload(on_disk[0])])[0] is PutResult.STORED
         assert store.flush()
         assert_quiet(store)
 
@@ -128,11 +124,7 @@ def test_damage_while_reading_is_never_served(tmp_path: Path) -> None:
 def test_a_stalled_read_is_a_miss_within_its_deadline(tmp_path: Path) -> None:
     store, files = open_faulty(tmp_path / "s")
     with store:
-        space = space_of(store)
-        keys = prompt(space, 1, 64)
-        put_all(store, keys)
-        store.flush()
-        on_disk = [key for key in keys if store.match([key]).tiers == ("ssd",)]
+        on_disk = blocks_on_disk(store)
         stall = Stall()
         files.add(Fault(Call.RUN_READ, stall, times=1))
         targets = [bytearray(BLOCK) for _ in range(4)]
@@ -197,13 +189,10 @@ def test_late_bytes_that_are_damaged_are_not_kept(
 
 def one_late_read(store: Store, files: FaultyFiles) -> tuple[BlockKey, Stall]:
     """A block on disk that was asked for and did not come in time."""
-    keys = prompt(space_of(store), 1, 64)
-    put_all(store, keys)
-    store.flush()
-    key = next(key for key in keys if store.match([key]).tiers == ("ssd",))
+    key = blocks_on_disk(store)[0]
     stall = Stall()
     files.add(Fault(Call.RUN_READ, stall, times=1))
-    assert store.get(key, bytearray(BLOCK), timeout_s=0.3).reason == "late"
+    assert store.get_many([key], [bytearray(BLOCK)], timeout_s=0.3)[0].reason == "late"
     return key, stall
 
 
@@ -217,7 +206,9 @@ def test_a_stalled_write_blocks_nobody_beyond_its_deadline(tmp_path: Path) -> No
         stall = Stall()
         files.add(Fault(Call.RUN_WRITE, stall, times=None))
         started = time.monotonic()
-        outcomes = [store.put(key, payload(key), timeout_s=0.05) for key in prompt(space, 2, 64)]
+        outcomes = [
+            store.put_many([key], [payload(key)], timeout_s=0.05)[0] for key in prompt(space, 2, 64)
+        ]
         assert PutResult.THROTTLED in outcomes, "producers are told"
         assert set(outcomes) <= {PutResult.STORED, PutResult.THROTTLED}
         assert not store.flush(0.2)
@@ -329,7 +320,7 @@ def test_a_really_full_disk(request: pytest.FixtureRequest, kind: str) -> None:
         assert_quiet(store)
     with kvdepot.open(**settings(where / "s", capacity="64MiB")) as store:
         space = space_of(store)
-        assert store.check().ok
+        assert store.admin.check().ok
         assert sum(verified_hits(store, prompt(space, user, 32)) for user in range(20)) > 16
 
 

@@ -70,6 +70,7 @@ def test_a_slow_disk_keeps_its_promises_and_its_deadlines(device: Disk, tier: st
         assert store.flush(60.0)
     with open_store(device, tier, read_timeout="20s", write_timeout="20s") as store:
         space = space_of(store)
+        assert len(store.match(keys)) == 12
         targets = [bytearray(64 << 10) for _ in keys]
         started = time.monotonic()
         answers = store.get_many(keys, targets, timeout_s=DELAY_S / 4)
@@ -100,7 +101,7 @@ def test_a_disk_that_fails_costs_misses_until_it_works_again(device: Disk, tier:
         assert_quiet(store)
     with open_store(device, tier) as store:
         space_of(store)
-        assert store.check().ok
+        assert store.admin.check().ok
         verified_hits(store, keys)
 
 
@@ -149,7 +150,7 @@ def test_a_real_disk_goes_bad_beside_others_and_comes_back(
             assert eventually(lambda: is_up(store), 60.0)
             assert traffic.goes_on([BAD], 16), "with its blocks"
         store.flush()
-        assert store.check().ok
+        assert store.admin.check().ok
         tiers(store, by_drive[BAD])
 
 

@@ -110,10 +110,10 @@ def test_a_bad_volume_harms_nobody_and_comes_back(
                 assert eventually(lambda: written_to(store)), "and is written to"
         assert (name == "pulled") == (bad_volume(store) is not drive), "only a pulled one is new"
         assert store.flush() or name == "pulled", "what went with a drive is said"
-        assert store.check().ok
+        assert store.admin.check().ok
     with opened(tmp_path, tier, None) as store:
         space_of(store)
-        assert store.check().ok
+        assert store.admin.check().ok
         for keys in traffic.by_drive.values():
             tiers(store, keys)
 
@@ -151,7 +151,7 @@ def test_a_store_that_is_only_read_gets_its_drive_back_with_its_blocks(
         away.rename(tmp_path / f"drive-{BAD}")
         assert eventually(lambda: is_up(store))
         assert eventually(lambda: None not in tiers(store, by_drive[BAD]))
-        assert store.check().ok
+        assert store.admin.check().ok
 
 
 def test_another_folder_in_its_place_is_not_taken_for_the_drive(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_another_folder_in_its_place_is_not_taken_for_the_drive(tmp_path: Path) 
         assert eventually(lambda: bad_volume(store) is not drive and is_up(store))
         assert set(tiers(store, by_drive[BAD])) == {None}
         assert None not in tiers(store, by_drive[0])
-        assert store.check().ok
+        assert store.admin.check().ok
 
 
 def test_nobody_who_asks_has_to_try_a_drive(tmp_path: Path) -> None:

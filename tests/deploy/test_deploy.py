@@ -30,7 +30,7 @@ def parsed(*words: str) -> Any:
     """The words of a command that begins with `kvdepot`, as our own parser takes them."""
     name, command, *rest = words
     assert Path(name).name == "kvdepot"
-    return build_parser({command})[0].parse_args([command, *rest])
+    return build_parser({command}).parse_args([command, *rest])
 
 
 def documents(path: Path) -> Any:

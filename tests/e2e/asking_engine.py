@@ -62,13 +62,13 @@ class AskingEngine:
                 self.store.put_many(
                     keys, [payload(key) for key in keys], timeout_s=WAIT_S, token_ids=tokens
                 )
-                self.store.session("drill", keys)
+                self.store.sessions.name("drill", keys)
                 return {"kept": bool(self.store.sessions.pin("drill", for_s=3600.0))}
             if what == "park":
-                return self.store.sessions.park("drill")
+                return self.store.sessions.evict_to_disk("drill")
             if what == "match":
                 return {"tiers": list(self.store.match(self._keys(self._seed)).tiers)}
-            return {"sessions": [one["name"] for one in self.store.sessions.known()]}
+            return {"sessions": [one["name"] for one in self.store.sessions.list()]}
         except kvdepot.errors.KVDepotError as error:
             return {"error": str(error), "hint": getattr(error, "hint", "")}
 

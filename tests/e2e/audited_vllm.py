@@ -33,9 +33,9 @@ def wanted_of(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def audits(bench: Bench, compared: int) -> dict[str, Any]:
-    """What is known once so many blocks were compared."""
-    until(lambda: bench.store.audits.known()["compared"] >= compared)
-    known: dict[str, Any] = bench.store.audits.known()
+    """The audits that are known once this many blocks were compared."""
+    until(lambda: bench.store.audits.list()["compared"] >= compared)
+    known: dict[str, Any] = bench.store.audits.list()
     return known
 
 
@@ -72,10 +72,9 @@ def audited_other_weights(args: argparse.Namespace) -> dict[str, Any]:
     target = Path(f"{args.depot} other weights")
     other_weights(Path(args.model), target)
     bench, prompts = bench_of(argparse.Namespace(**{**vars(args), "model": str(target)}))
-    scheduler = bench.connector.scheduler_side
-    scheduler._loads = scheduler._saves = False
+    bench.use(loads=False, saves=False)
     wanted = bench.ask_in_turn(prompts)
-    scheduler._loads = scheduler._saves = True
+    bench.use()
     bench.forget()
     seen = {"unlike": compare(wanted, wanted_of(args))["worst"]}
     seen["hit"] = bench.ask(prompts[-1:])[0]["cached"]
@@ -91,7 +90,7 @@ def audited_again(args: argparse.Namespace) -> dict[str, Any]:
     """
     (bench, prompts), wanted = bench_of(args), wanted_of(args)
     seen: dict[str, Any] = {"in quarantine": compare(bench.ask_in_turn(prompts), wanted)}
-    (one,) = bench.store.audits.known()["quarantined"]
+    (one,) = bench.store.audits.list()["quarantined"]
     seen["purged"] = bench.store.audits.purge(one["namespace"])
     bench.forget()
     bench.ask_in_turn(prompts)

@@ -1,11 +1,10 @@
-"""What e2e.py's `decisions` has measured, as a page with plots."""
+"""The measurements of `vllm_connector.py decisions` as a page with plots."""
 
 import shlex
 import sys
 from typing import Any
 
-from kvdepot.cli.report.charts import Curve, Curves, Point
-from kvdepot.cli.report.page import Origin, page, section
+from kvdepot.cli.report import Curve, Curves, Origin, Point, Report, Section
 
 ARMS = {"fetched": "fetch all", "recomputed": "recompute", "decided": "decide"}
 
@@ -18,18 +17,12 @@ def decision_page(seen: dict[str, Any]) -> str:
         "disk is the machine's own, slowed down to what the axis says. The best of three; what "
         "lies above the frame is drawn at its edge."
     )
-    parts = [
-        section("All of it on disk", _chart(seen["sweep"])),
-        section("Two thirds of it in memory, the rest on disk", _chart(seen["mixed"])),
+    sections = [
+        Section("All of it on disk", [_chart(seen["sweep"])]),
+        Section("Two thirds of it in memory, the rest on disk", [_chart(seen["mixed"])]),
     ]
-    heading = "Fetch or recompute, decided for each prompt"
-    return page(
-        "kvdepot: fetch or recompute",
-        lead,
-        parts,
-        origin=Origin.of(shlex.join(sys.argv)),
-        heading=heading,
-    )
+    report = Report("Fetch or recompute, decided for each prompt", lead, sections)
+    return report.html(Origin.of(shlex.join(sys.argv)))
 
 
 def _chart(steps: list[dict[str, Any]]) -> Curves:

@@ -112,7 +112,7 @@ class Run:
 
 
 def answer(url: str, text: str, count: int = 6) -> tuple[str, int]:
-    """What it says, and how many tokens of the prompt were not computed."""
+    """The answer, and the number of prompt tokens that were not computed."""
     body = {"prompt": text, "max_tokens": count, "temperature": 0}
     found = ask(url, "/v1/completions", body, 600.0)
     return found["choices"][0]["text"], found["timings"]["cache_n"]
@@ -196,7 +196,7 @@ def audited_server(run: Run, kind: str) -> None:
         run.point(f"{name}: answered without", right and after[0][1] == 0)
         proxy.end()
     with depot_at(disk) as store:
-        (one,) = store.audits.known()["quarantined"]
+        (one,) = store.audits.list()["quarantined"]
         shown = {what: one[what] for what in ("error", "tolerance", "layer")}
         run.point(f"{name}: the quarantine outlives the proxy", True, **shown)
 
@@ -207,7 +207,7 @@ def depot_at(disk: Path) -> Store:
 
 
 def audited_sequences(run: Run) -> None:
-    """The same through Python."""
+    """The same with SequenceCache, in Python."""
     prompts = [[1, *range(300 + 50 * at, 346 + 50 * at)] for at in range(3)]
     share = AuditConfig(share=1)
     dram = {"capacity": "64MiB", "prefault": False, "huge_pages": "never"}
@@ -228,13 +228,13 @@ def audited_sequences(run: Run) -> None:
 
         wanted = [asked(tokens)[0] for tokens in prompts]
         found = [asked(tokens) for tokens in prompts * 5]
-        known = store.audits.known()
+        known = store.audits.list()
         right = found == [(logits, 16) for logits in wanted] * 5
         quiet = known["compared"] == len(found) and not known["mismatched"]
         run.point("audit, Python: no alarm, same logits", right and quiet, hits=len(found))
         swap_payloads(store, keys_in(store))
         hit = asked(prompts[0])[1]
-        caught = len(store.audits.known()["quarantined"]) == 1
+        caught = len(store.audits.list()["quarantined"]) == 1
         run.point("audit, Python: blocks in the wrong place are found", caught, cached=hit)
         after = [asked(tokens) for tokens in prompts]
         right = after == [(logits, 0) for logits in wanted]

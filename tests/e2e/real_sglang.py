@@ -527,12 +527,12 @@ def audited(folder: Path) -> None:
             assert one.prefetch(tokens, here, None) == 39
             pool.kv_buffer[:, there] = kept[:, there] * (1 + 0.02 * torch.rand(1).item())
             assert one.backup(tokens, there, None) == 40 * PAGE
-        known = one.backend.depot.audits.known()
+        known = one.backend.depot.audits.list()
         assert (known["compared"], known["mismatched"]) == (20, 0), known
         assert one.prefetch(tokens, here, None) == 39
         pool.kv_buffer[:, there] = kept.flip(0)[:, there]  # K and V swapped
         one.backup(tokens, there, None)
-        assert len(one.backend.depot.audits.known()["quarantined"]) == 1
+        assert len(one.backend.depot.audits.list()["quarantined"]) == 1
         assert one.prefetch(tokens, here, None) == 0, "in quarantine"
 
 

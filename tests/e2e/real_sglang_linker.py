@@ -239,7 +239,7 @@ def linker_round_trip(kind: str, folder: Path) -> None:
         assert one.cache.finish_external_linker_loads([request for request, _ in asked]) == []
         assert one.linker.stats()["failed_loads"] == 0
         assert one.ask(prompt(5, 99), "unknown")[1] == 0
-        assert one.linker.depot.check(), "no lease is left"
+        assert one.linker.depot.admin.check(), "no lease is left"
     with engine(folder, kind, seed=2, revision="r2") as one:
         assert one.ask([*prompts[0], 7], "other")[1] == 0, "another model's"
 
@@ -302,7 +302,7 @@ def linker_decides(folder: Path) -> None:
         assert one.ask([*tokens, 7], "slow")[1] == 0
         assert one.linker.stats()["passed_pages"] == 20
         assert one.ask([*tokens, 7], "slow")[1] == 0, "decided once"
-        one.linker._offloading.wait()
+        one.linker._offloading.submit(int).result()
         for _ in range(16):
             decider.probed(everything, 1e-6)
         request, loaded = one.ask([*tokens, 7], "fast")
@@ -330,7 +330,7 @@ def refused(folder: Path, spoil: Spoil, **extra: Any) -> None:
         one.start()
         assert one.cache.finish_external_linker_loads([request]) == [], "aborted"
         assert one.linker.stats()["refused_loads"] == 1
-        assert one.linker.depot.check(deep=False), "no lease is left"
+        assert one.linker.depot.admin.check(deep=False), "no lease is left"
 
 
 def linker_pages_gone(folder: Path) -> None:
@@ -366,7 +366,7 @@ def linker_deadline(folder: Path) -> None:
     """A drive that is too slow: the request is not held up for longer than load_timeout."""
 
     def spoil(one: Engine, wanted: list[torch.Tensor]) -> None:
-        one.linker.depot.hint = lambda *_, **__: None  # what it brings would be in time
+        one.linker.depot.prefetch = lambda *_, **__: None  # what it brings would be in time
 
     refused(folder, spoil, load_timeout="1ns")
 
@@ -402,7 +402,7 @@ def linker_copy_fails(folder: Path) -> None:
         one.start()
         assert same(one.loaded_bytes(request), wanted)
         assert one.cache.finish_external_linker_loads([request]) == []
-        assert one.linker.depot.check(), "no lease is left"
+        assert one.linker.depot.admin.check(), "no lease is left"
 
 
 def linker_cancel(folder: Path) -> None:
@@ -426,7 +426,7 @@ def linker_cancel(folder: Path) -> None:
         request, _ = one.ask([*tokens, 7], "3")
         one.start()
         assert same(one.loaded_bytes(request), wanted)
-        assert one.linker.depot.check(), "no lease is left"
+        assert one.linker.depot.admin.check(), "no lease is left"
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from tests.e2e.vllm_bench import (
     garbled,
     rush,
     squeezed,
-    worker_of,
     write,
 )
 
@@ -53,8 +52,8 @@ def group_prompts(args: argparse.Namespace) -> list[list[int]]:
         return [chance.randrange(1000, 40000) for _ in range(count)]
 
     trunk = some(640)
-    told = [trunk[:512] + some(246), trunk + some(310), trunk + some(22)]
-    return told if args.quick else [*told, some(278), some(470), some(950)]
+    found = [trunk[:512] + some(246), trunk + some(310), trunk + some(22)]
+    return found if args.quick else [*found, some(278), some(470), some(950)]
 
 
 def with_latent_prefixes() -> None:
@@ -84,15 +83,15 @@ def without_amx() -> None:
 
 
 def is_asked_in_turn(args: argparse.Namespace) -> bool:
-    """Of latent attention on a processor answers depend on what is computed beside them, without
+    """Answers of latent attention on a processor depend on what else a step computes, without
     kvdepot too (log-probabilities by 0.002, seen with vLLM 0.32)."""
     return "kv_lora_rank" in Path(args.model, "config.json").read_text()
 
 
 def dtype_of(args: argparse.Namespace) -> str:
     """vLLM's kernels of gated delta nets on a processor take bfloat16 only."""
-    told = Path(args.model, "config.json").read_text()
-    return "bfloat16" if "linear_num_value_heads" in told else "float32"
+    config = Path(args.model, "config.json").read_text()
+    return "bfloat16" if "linear_num_value_heads" in config else "float32"
 
 
 def group_bench(args: argparse.Namespace, **more: Any) -> Bench:
@@ -155,11 +154,11 @@ def groups_warm(args: argparse.Namespace) -> dict[str, Any]:
     seen["salted"] = compare(salted, wanted[:1] * 3)
     seen["figures"] = bench.figures()
     seen["flushed"] = bool(bench.store.flush(60.0))
-    bench.connector.scheduler_side._saves = False  # nothing that is computed from garbage
+    bench.use(saves=False)  # nothing that is computed from garbage
     seen["control"] = {}
-    for kind in sorted({group.rule.kind for group in worker_of(bench).facts.groups}):
+    for kind in sorted({group.rule.kind for group in bench.worker.facts.groups}):
         bench.forget()
-        with garbled(bench, kind):
+        with garbled(kind):
             seen["control"][kind] = compare(ask(prompts), wanted)["worst"]
     write(args, seen)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -182,7 +181,7 @@ def groups_disk(args: argparse.Namespace) -> dict[str, Any]:
     if not args.quick:
         empty(bench)
         for name in ("preempted, cold", "preempted, warm"):
-            with squeezed(bench, beside=0 if next_queued else 1) as preempted:
+            with squeezed(bench, others=0 if next_queued else 1) as preempted:
                 seen[name] = compare(ask(prompts), wanted)
             seen[name]["preempted"] = len(preempted)
             bench.forget()
@@ -193,7 +192,7 @@ def groups_disk(args: argparse.Namespace) -> dict[str, Any]:
 
 def empty(bench: Bench) -> None:
     """Leave nothing in vLLM's own prefix cache, nor in the depot."""
-    worker_of(bench)._saver.wait()
+    bench.worker.saver.wait()
     bench.core.scheduler.reset_prefix_cache(False, True)
 
 
@@ -227,7 +226,7 @@ def groups_lora(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def drafts(args: argparse.Namespace) -> dict[str, Any]:
-    """A draft model beside the model: what it proposes after vLLM's own hit, after the depot's,
+    """A draft model: its proposals after vLLM's own hit, after the depot's,
     and with garbage in its own layers only. `--extra` is vLLM's speculative_config.
     """
     from tests.e2e.tried_models import prepare
@@ -245,7 +244,6 @@ def drafts(args: argparse.Namespace) -> dict[str, Any]:
         enable_prefix_caching=True,
         kv_cache_memory_bytes=64 << 20,
     )
-    scheduler = bench.connector.scheduler_side
     chance = random.Random(4)
     prompts = [[chance.randrange(10, 2000) for _ in range(500)] for _ in range(2)]
     proposed = watched_drafts(bench)
@@ -255,9 +253,9 @@ def drafts(args: argparse.Namespace) -> dict[str, Any]:
         return bench.ask_in_turn(prompts, tokens=12), list(proposed)
 
     bench.ask_in_turn(prompts, tokens=12)
-    scheduler._loads = False
+    bench.use(loads=False)
     own, own_drafts = asked()
-    scheduler._loads = True
+    bench.use()
     bench.forget()
     ours, drafted = asked()
     bench.forget()
@@ -266,11 +264,10 @@ def drafts(args: argparse.Namespace) -> dict[str, Any]:
     # Another end after the same beginning: the last shared page was drafted with another token.
     parted = [ids[:448] + [7] * 40 for ids in prompts]
     bench.forget()
-    scheduler._loads = False
-    scheduler._saves = False
+    bench.use(loads=False, saves=False)
     bench.ask_in_turn(prompts, tokens=1)
     fresh = bench.ask_in_turn(parted, tokens=12)
-    scheduler._loads = True
+    bench.use(saves=False)
     bench.forget()
     return {
         "own": compare(ours, own),
@@ -312,24 +309,25 @@ def watched_drafts(bench: Bench) -> list[Any]:
 @contextmanager
 def garbled_drafts(bench: Bench) -> Iterator[None]:
     """Loads leave something else in the pages of the draft model's layers."""
-    from kvdepot.adapters.vllm.page_transfer import Loader
+    from kvdepot.adapters.vllm import page_transfer
 
-    good = Loader._scatter
+    copy = page_transfer._copy
     layers = runner_of(bench).compilation_config.static_forward_context
     groups = bench.core.scheduler.kv_cache_config.kv_cache_groups
-    rules = [group.rule for group in worker_of(bench).facts.groups]
 
-    def garbage(loader: Any, job: Any, arrivals: Any) -> Any:
-        tickets = good(loader, job, arrivals)
-        for name in draft_layers(bench).intersection(groups[rules[job.group].table].layer_names):
-            layers[name].kv_cache[list(job.pages)] = 3.0
+    def garbage(arrivals: Any) -> Any:
+        tickets = copy(arrivals)
+        for target, _ in arrivals:
+            names = groups[target.cache.facts.rule.table].layer_names
+            for name in draft_layers(bench).intersection(names):
+                layers[name].kv_cache[list(target.pages)] = 3.0
         return tickets
 
-    Loader._scatter = garbage  # type: ignore[method-assign,assignment]
+    page_transfer._copy = garbage
     try:
         yield
     finally:
-        Loader._scatter = good  # type: ignore[method-assign]
+        page_transfer._copy = copy
 
 
 GROUP_SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

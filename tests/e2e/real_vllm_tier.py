@@ -4,7 +4,7 @@
 
 `contract` drives vLLM's own tiering manager, without a model, through what its filesystem tier
 promises and more; `ask` runs a model. On a CPU vLLM's worker is `cpu_tiering_spec.py`'s. Writes one
-JSON object with what was seen; judging is `tests/e2e/vllm_tiers.py`'s.
+JSON object with what was seen; `tests/e2e/vllm_tiers.py` judges it.
 """
 
 import argparse
@@ -219,14 +219,10 @@ def damage(folder: Path, keys: list[bytes]) -> None:
         path.write_bytes(text)
 
 
-def empty(folder: Path) -> None:
-    with world(tier_settings(folder)) as seen:
-        assert seen.onboard(chain(1, 3)) == ["MISS"] * 3
-
-
 def round_trip(folder: Path) -> None:
     keys = chain(1, 5) + chain(1, 3, group=1)
     with world(tier_settings(folder)) as seen:
+        assert seen.onboard(keys) == ["MISS"] * 8, "nothing is there yet"
         seen.offload(keys)
         assert seen.onboard(keys) == ["HIT"] * 8
         for _ in range(3):
@@ -284,28 +280,19 @@ def other_weights(folder: Path) -> None:
 
 
 def damaged(folder: Path) -> None:
-    """A chunk that fails its checksum: those before it are kept, it and the rest are misses."""
-    keys = chain(3, 6)
-    with world(tier_settings(folder)) as seen:
-        seen.offload(keys)
-    damage(folder, keys[3:4])
-    with world(tier_settings(folder)) as seen:
-        found = seen.onboard(keys)
-        assert found == ["HIT"] * 3 + ["MISS"] * 3, found
-        seen.offload(keys[3:], "again")
-        seen.forget()
-    with world(tier_settings(folder)) as seen:
-        first = seen.onboard(keys)
-        assert first[:3] == ["HIT"] * 3, first
-
-
-def first_damaged(folder: Path) -> None:
-    keys = chain(4, 3)
-    with world(tier_settings(folder)) as seen:
-        seen.offload(keys)
-    damage(folder, keys[:1])
-    with world(tier_settings(folder)) as seen:
-        assert seen.onboard(keys) == ["MISS"] * 3
+    """If a chunk fails its checksum, the chunks before it are hits; it and the rest are misses."""
+    for first in (3, 0):
+        place, keys = folder.with_name(f"damaged-{first}"), chain(3, 6)
+        with world(tier_settings(place)) as seen:
+            seen.offload(keys)
+        damage(place, keys[first : first + 1])
+        with world(tier_settings(place)) as seen:
+            found = seen.onboard(keys)
+            assert found == ["HIT"] * first + ["MISS"] * (6 - first), found
+            seen.offload(keys[first:], "again")
+            seen.forget()
+        with world(tier_settings(place)) as seen:
+            assert seen.onboard(keys)[:first] == ["HIT"] * first
 
 
 def absent_load(folder: Path) -> None:
@@ -326,7 +313,8 @@ def absent_load(folder: Path) -> None:
 
 
 def capacity(folder: Path) -> None:
-    """Four times what fits: the tier stays within its size, and heads outlive their tails."""
+    """Four times what fits: the tier stays within its size, and the beginnings of prompts outlive
+    their ends."""
     disk = {"path": str(folder), "capacity": "8MiB", "segment": "1MiB"}
     with world(tier_settings(folder, ssd=disk)) as seen:
         for number in range(30):
@@ -345,37 +333,33 @@ def capacity(folder: Path) -> None:
 
 
 def policies(folder: Path) -> None:
-    """With `policy` request, what the CPU tier has already is offered again."""
-    keys = chain(6, 4)
-    with world(tier_settings(folder)) as seen:
-        seen.offload(keys)
-        seen.tier.depot.remove([seen.tier._keys([key], seen.request("x", keys))[0] for key in keys])
-        seen.offload(keys)
-        seen.forget()
-        assert seen.onboard(keys) == ["MISS"] * 4
-    with world(tier_settings(folder, policy="request")) as seen:
-        seen.offload(keys)
-        seen.tier.depot.remove([seen.tier._keys([key], seen.request("x", keys))[0] for key in keys])
-        seen.offload(keys)
-        seen.forget()
-        assert seen.onboard(keys) == ["HIT"] * 4
+    """With `policy` request, chunks that the CPU tier has are offered again."""
+    for policy, found in (("chunk", "MISS"), ("request", "HIT")):
+        keys = chain(6, 4)
+        with world(tier_settings(folder.with_name(f"policy-{policy}"), policy=policy)) as seen:
+            seen.offload(keys)
+            context = seen.request("removed", keys)
+            seen.tier.depot.remove(seen.tier._keys(keys, context))
+            seen.offload(keys)
+            seen.forget()
+            assert seen.onboard(keys) == [found] * 4
 
 
 def events(folder: Path) -> None:
     keys = chain(7, 3)
-    told = tier_settings(folder, enable_kv_events=True, locality="REMOTE")
-    with world(told, events=True) as seen:
+    announcing = tier_settings(folder, enable_kv_events=True, locality="REMOTE")
+    with world(announcing, events=True) as seen:
         seen.offload(keys)
         (event,) = seen.tier.take_events()
         assert list(event.keys) == keys and event.locality.name == "REMOTE" and not event.removed
         assert not list(seen.tier.take_events())
-    with world(told, events=False) as seen:
+    with world(announcing, events=False) as seen:
         seen.offload(chain(8, 2))
         assert not list(seen.tier.take_events())
 
 
 def slow_drive(folder: Path) -> None:
-    """A load that does not come is given up at its time; the scheduler never waits for it."""
+    """A late load is given up at its deadline; the scheduler never waits for it."""
     from kvdepot.core.block import GetResult
 
     keys = chain(9, 4)
@@ -405,8 +389,7 @@ def slow_drive(folder: Path) -> None:
 
 def jobs(folder: Path) -> None:
     """Jobs of any size, each by itself, to other rows than they came from; loads remove nothing."""
-    told = tier_settings(folder, enable_kv_events=True)
-    with world(told, events=True) as seen:
+    with world(tier_settings(folder, enable_kv_events=True), events=True) as seen:
         keys = chain(10, 8)
         context = seen.request("jobs", keys)
         parts = [keys[:0], keys[:1], keys[1:3], keys[3:8]]
@@ -417,8 +400,8 @@ def jobs(folder: Path) -> None:
                 seen.row(row)[:] = content(key)
             seen.tier.submit_store(job(number, part, stored[number], context))
         assert ended(seen) == dict.fromkeys(range(4), True)
-        told_of = [key for event in seen.tier.take_events() for key in event.keys]
-        assert sorted(told_of) == sorted(keys), "an event for each chunk that was stored"
+        announced = [key for event in seen.tier.take_events() for key in event.keys]
+        assert sorted(announced) == sorted(keys), "an event for each chunk that was stored"
         for turn in range(2):
             for row in range(CHUNKS):
                 seen.row(row)[:] = 0
@@ -445,7 +428,7 @@ def ended(seen: World) -> dict[int, bool]:
 
 
 def failed_store(folder: Path) -> None:
-    """A store that fails is told by its job, and by no event; the next one is not touched by it."""
+    """A failed store is reported by its job and by no event, and does not affect the next one."""
     from kvdepot.errors import KVDepotError
 
     with world(tier_settings(folder, enable_kv_events=True), events=True) as seen:
@@ -466,7 +449,7 @@ def failed_store(folder: Path) -> None:
 
 
 def passing_fault(folder: Path) -> None:
-    """A read that fails once fails its job; what is on disk is not thrown away for it."""
+    """A read that fails once fails its job; the data on disk is kept."""
     from kvdepot.errors import KVDepotError
 
     keys = chain(12, 3)
@@ -485,7 +468,7 @@ def passing_fault(folder: Path) -> None:
 
 
 def pending_at_shutdown(folder: Path) -> None:
-    """Stores that have not begun are left out; nothing touches vLLM's memory afterwards."""
+    """Stores that have not begun are dropped; nothing uses vLLM's memory afterwards."""
     keys = chain(13, 16)
     with world(tier_settings(folder)) as seen:
         context = seen.request("pending", keys)
@@ -529,12 +512,10 @@ def refused(folder: Path) -> None:
 
 
 CONTRACT: tuple[Callable[[Path], None], ...] = (
-    empty,
     round_trip,
     restart,
     other_weights,
     damaged,
-    first_damaged,
     absent_load,
     capacity,
     policies,

@@ -186,7 +186,7 @@ def audited_engine(python: Path, folder: Path, disk: Path) -> tuple[list[Any], d
         where = ["--model", str(model), "--depot", str(disk), "--out", str(out)]
         started(python, "real_sglang_engine.py", [*where, "--socket", str(socket)], folder)
         with kvdepot.open(f"unix:{socket}") as depot:
-            return json.loads(out.read_text())["answers"], depot.audits.known()
+            return json.loads(out.read_text())["answers"], depot.audits.list()
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class SiteNode:
         if what == "flush":
             return {"ok": bool(self.store.flush(60.0))}
         if what == "check":
-            return self.store.check().as_dict()
+            return self.store.admin.check().as_dict()
         if what == "report":
             facts = {"errors": self.errors[:3], "longest_s": round(self.longest_s, 3)}
             stats = self.store.stats()

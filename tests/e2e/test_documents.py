@@ -35,7 +35,7 @@ NOT_RUN = {
     "kubectl apply": "there is no cluster here; tests/deploy builds the manifests",
     "model = attach(model,": "wants a model; docs/transformers.md has a whole program",
     "cache = SequenceCache(": "wants a context of llama.cpp; tests/adapters/llama_cpp runs it",
-    "store.session(": "parts of a program; tests/store/sessions runs them",
+    "store.sessions.name(": "parts of a program; tests/store/sessions runs them",
     "# prefill.py": "tests/store/test_nodes_doc.py runs both programs",
     "# decode.py": "the same",
     "class FolderTier": "tests/tiers/test_plugins_doc.py runs the page",
@@ -52,6 +52,7 @@ MENTIONED = {
     "kvdepot serve": "docs/daemon.md starts it",
     "kvdepot serve --http 127.0.0.1:9400": "docs/daemon.md starts it so",
     "kvdepot plan": "the page has whole commands",
+    "kvdepot size": "the same",
 }
 """Commands in sentences of these pages that name it, and are not typed."""
 
@@ -118,7 +119,7 @@ with kvdepot.open("unix:/run/kvdepot/depot.sock") as store:
     for number, name in enumerate(["chat-17", "agent-3"]):
         keys = space.keys(range(1000 * number, 1000 * number + 160))
         store.put_many(keys, [bytes([number]) * (1 << 16) for _ in keys])
-        store.session(name, keys)
+        store.sessions.name(name, keys)
     assert store.flush()
 """
 MISMATCH = """

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from kvdepot.io.files import Files, Ops, Pending
@@ -21,7 +22,7 @@ MIXED_SPEEDS = (1_000.0, 60.0, 15.0, 5.0)
 LEARN = 5
 """Requests to get used to another speed."""
 PATIENCE_S = 10.0
-"""What takes longer than this is measured once."""
+"""A step that takes longer than this is measured once."""
 
 
 class _Over:
@@ -88,7 +89,7 @@ def throttled(args: argparse.Namespace) -> dict[str, Any]:
         "mixed": trial.mixed(),
         "tokens": len(trial.ids),
         "bytes": trial.nbytes,
-        "figures": trial.side._decider.metrics(),
+        "figures": trial.side.decider.metrics(),
     }
     held.close()
     return seen
@@ -100,9 +101,9 @@ class Trial:
     def __init__(self, bench: Any, files: ThrottledFiles) -> None:
         self.bench = bench
         self.files = files
-        self.side = bench.connector.scheduler_side
+        self.side = bench.side
         self.ids = bench.prompts(6, 1100)[5]
-        self.nbytes = len(self.ids) // 32 * self.side._decider._block_bytes
+        self.nbytes = len(self.ids) // 32 * self.side.decider._block_bytes
         self.kept = 0
         self.asked = 0
         for ids in (*bench.prompts(4, 1000), self.ids):
@@ -118,12 +119,15 @@ class Trial:
     @contextmanager
     def always(self, fetch: bool) -> Iterator[None]:
         """Without the decision."""
-        desk, self.side._decider = self.side._decider, None
-        self.side._loads = fetch
+        side = self.side
+        config, decider = side._config, side.decider
+        side._config, side.decider = replace(config, decide=False), None
+        self.bench.use(loads=fetch)
         try:
             yield
         finally:
-            self.side._decider, self.side._loads = desk, True
+            side._config, side.decider = config, decider
+            self.bench.use()
 
     def cold(self) -> None:
         """A prompt that nobody has asked before, as there always are some."""
@@ -132,14 +136,12 @@ class Trial:
 
     def settle(self) -> None:
         """Wait for probes, and tell what they found: without the decision nobody would listen."""
-        from tests.e2e.vllm_bench import worker_of
-
         from kvdepot.adapters.vllm.messages import StepPlan
 
-        worker = worker_of(self.bench)
-        while len(worker._loader):
+        worker = self.bench.worker
+        while len(worker.loader):
             worker.finished(StepPlan(idle=True))
-            self.side.learn(worker.take_report())
+            self.side.step_ended(worker.take_report())
         self.files.settle()
 
     def arm(self, name: str) -> float:
@@ -181,9 +183,9 @@ class Trial:
             self.files.speed = after * MB
             fetches = []
             for _ in range(2 * LEARN):
-                counts = dict(self.side._decider.advisor.log.counts)
+                counts = dict(self.side.decider.advisor.log.counts)
                 self.ask()
-                now = self.side._decider.advisor.log.counts
+                now = self.side.decider.advisor.log.counts
                 fetches.append([reason.name for reason in now if now[reason] > counts[reason]])
             right = "RECOMPUTE" if after < before else "FETCH"
             wrong = [at for at, made in enumerate(fetches) if made != [right]]

@@ -51,7 +51,7 @@ LATENT: dict[str, Any] = {
 }
 GROWN = ("falcon-h1", "qwen3-next")
 MIXERS = (".mamba.", ".linear_attn.", ".self_attn.")
-"""Of these kinds such layers get larger weights: what is restored of each must be seen."""
+"""Kinds whose layers get larger weights: a wrong restored layer must show."""
 WITH_LORA = ("gemma3",)
 """Kinds that get two adapters too."""
 KINDS: dict[str, Any] = {
@@ -132,10 +132,10 @@ def make_lora(kind: str, seed: int, target: Path) -> None:
             ends = {"lora_A": (8, config.hidden_size), "lora_B": (count * config.head_dim, 8)}
             for end, shape in ends.items():
                 tensors[f"{path}.{end}.weight"] = torch.randn(shape, generator=chance) * 0.2
-    told = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(heads)}
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(heads)}
     target.mkdir()
     save_file(tensors, target / "adapter_model.safetensors")
-    (target / "adapter_config.json").write_text(json.dumps(told))
+    (target / "adapter_config.json").write_text(json.dumps(config))
 
 
 def make(kind: str, tokenizer: Path, target: Path) -> None:

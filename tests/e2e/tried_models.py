@@ -56,7 +56,7 @@ SMALL: dict[str, Any] = {
     "attention_chunk_size": 128,
     "word_embed_dim": 128,
 }
-"""What is set of a configuration, where it has it; counts of layers may come out larger."""
+"""Settings of a configuration, if it has them; counts of layers may come out larger."""
 SPECIAL: dict[str, dict[str, Any]] = {
     "NemotronHForCausalLM": {
         "num_hidden_layers": 8,
@@ -141,7 +141,7 @@ def small_config(architecture: str) -> Any:
 
 
 def grown_weights(loader: Any, model: Any, config: Any) -> None:
-    """Weights large enough that KV matters; states fade, and norms leave things as they are."""
+    """Weights large enough that KV matters; states fade, and norms change nothing."""
     import torch
 
     chance = torch.Generator().manual_seed(4)
@@ -198,7 +198,7 @@ def bench_of(folder: Path, dtype: str, *, with_depot: bool) -> Bench:
 
 
 def tried(architecture: str, folder: Path, dtype: str, *, with_depot: bool) -> dict[str, Any]:
-    """What comes of it: hits beside vLLM's own, and what is saved."""
+    """The row of an architecture: its hits and vLLM's own, and the bytes that are saved."""
     small_config(architecture).save_pretrained(folder)
     bench = bench_of(folder, dtype, with_depot=with_depot)
     chance = random.Random(4)
@@ -207,9 +207,9 @@ def tried(architecture: str, folder: Path, dtype: str, *, with_depot: bool) -> d
     if not with_depot:
         return {"outcome": "runs"}
     stored = bench.store.stats()["counters"]["put_bytes"]
-    bench.connector.scheduler_side._loads = False
+    bench.use(loads=False)
     own = bench.ask([ids], 8)
-    bench.connector.scheduler_side._loads = True
+    bench.use()
     if any(math.isnan(each) for each in own[0]["logprobs"]):
         raise CannotBeMadeError("its log-probabilities are no numbers with random weights")
     if not own[0]["cached"]:
@@ -217,9 +217,9 @@ def tried(architecture: str, folder: Path, dtype: str, *, with_depot: bool) -> d
     bench.forget()
     ours = compare(bench.ask([ids], 8), own)
     bench.forget()
-    with garbled(bench):
+    with garbled():
         control = compare(bench.ask([ids], 8), own)["worst"]
-    groups = bench.connector.scheduler_side._groups.rules
+    groups = bench.side.names.groups.rules
     right = ours["same"] and ours["worst"] < 1e-3 and ours["cached"] == [own[0]["cached"]]
     return {
         "outcome": "served" if right else "failed",
@@ -275,7 +275,7 @@ def in_child(
             with tempfile.TemporaryDirectory(prefix="kvdepot-tried-") as folder:
                 prepare()
                 row = tried(architecture, Path(folder), dtype, with_depot=with_depot)
-        except BaseException as error:  # whatever vLLM raises is the row
+        except BaseException as error:  # vLLM may raise anything: it is the row
             traceback.print_exc()
             outcome, reason = reason_of(error)
             made = not isinstance(error, CannotBeMadeError)

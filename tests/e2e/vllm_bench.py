@@ -5,8 +5,9 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Bench:
         be among them.
         """
         limit_s = time.monotonic() + 60
-        while not self.connector.scheduler_side._is_ready() and time.monotonic() < limit_s:
+        while not self.side.is_ready() and time.monotonic() < limit_s:
             time.sleep(0.05)
 
     @property
@@ -92,18 +93,42 @@ class Bench:
         return self.core.scheduler.connector
 
     @property
+    def side(self) -> Any:
+        return self.connector.scheduler_side
+
+    @property
+    def worker(self) -> Any:
+        from vllm.distributed.kv_transfer import (  # type: ignore[import-not-found]
+            get_kv_transfer_group,
+        )
+
+        return get_kv_transfer_group().worker_side
+
+    @property
     def store(self) -> Any:
-        return self.connector.scheduler_side._depot.store
+        return self.side._store
+
+    def use(self, *, loads: bool = True, saves: bool = True) -> None:
+        """Have the connector load and save, or not, from now on."""
+        self.side.engine = replace(self.side.engine, loads=loads, saves=saves)
+
+    def spaces(self) -> list[Any]:
+        """The namespaces of all groups and shards, without a LoRA."""
+        from kvdepot.adapters.vllm.messages import BlockOrigin
+
+        names = self.side.names
+        groups = names.spaces(BlockOrigin(generation=names.generation))
+        return [space for group in groups for space in group]
 
     def prompts(self, count: int = 6, longest: int = 1200) -> list[list[int]]:
         """Token ids of prompts that share beginnings and differ in length."""
         found = []
         for number in range(count):
-            told = [SAID.format(TOPICS[(at // 3) % 6], at) for at in range(60)]
-            told[3 + 2 * number :] = [
+            sentences = [SAID.format(TOPICS[(at // 3) % 6], at) for at in range(60)]
+            sentences[3 + 2 * number :] = [
                 SAID.format(TOPICS[(at + number) % 6], number * at) for at in range(60)
             ]
-            ids = self.llm.get_tokenizer().encode(" ".join(told))
+            ids = self.llm.get_tokenizer().encode(" ".join(sentences))
             found.append(ids[: 200 + (longest - 200) * (number + 1) // count])
         return found
 
@@ -136,7 +161,7 @@ class Bench:
         """Leave the blocks of a prompt, but for the first ones, on disk only."""
         assert self.store.flush(60.0)
         state = self.store.inspect().state
-        spaces = self.connector.scheduler_side._spaces_of("")
+        spaces = self.spaces()
         with state.lock:
             for space in spaces:
                 rows = state.catalog.rows(space.keys(ids)[kept:])
@@ -145,26 +170,17 @@ class Bench:
                         state.memory_tiers[0].drop(row)
 
     def figures(self) -> dict[str, float]:
-        """What the connector has counted since the last call, and was not taken by vLLM."""
-        counts: dict[str, float] = {}
-        for part in (worker_of(self), self.connector.scheduler_side):
-            for name, count in (part.counts.take() or {}).items():
-                counts[name] = counts.get(name, 0) + count
-        return counts
+        """The connector's counts since the last call, as far as vLLM has not taken them."""
+        from kvdepot.adapters.vllm.metrics import merged, take_counts
+
+        worker, scheduler = (take_counts(part.counts) or {} for part in (self.worker, self.side))
+        return merged(worker, scheduler)
 
     def count(self) -> None:
         """Keep the counts for `figures`: vLLM would take them at every step."""
         from kvdepot.adapters.vllm.connector import KVDepotConnector
 
         KVDepotConnector.get_kv_connector_stats = lambda self: None  # type: ignore[method-assign]
-
-
-def worker_of(bench: Bench) -> Any:
-    from vllm.distributed.kv_transfer import (  # type: ignore[import-not-found]
-        get_kv_transfer_group,
-    )
-
-    return get_kv_transfer_group().worker_side
 
 
 def said(output: Any) -> dict[str, Any]:
@@ -201,42 +217,49 @@ def full(prompts: list[list[int]]) -> list[int]:
 
 
 @contextmanager
-def garbled(bench: Bench, kind: str = "") -> Iterator[None]:
-    """Loads bring something else than what was saved; `kind`: to KV groups of that kind only."""
-    from dataclasses import replace
+def copies_changed(change: Callable[[Any, memoryview], memoryview]) -> Iterator[None]:
+    """Loads bring what `change` makes of the target and the content of each block."""
+    from kvdepot.adapters.vllm import page_transfer
 
-    from kvdepot.adapters.vllm.page_transfer import Loader
+    copy = page_transfer._copy
 
-    good = Loader._scatter
-    kinds = [group.rule.kind for group in worker_of(bench).facts.groups]
+    def changed(arrivals: Any) -> Any:
+        return copy([(target, change(target, view)) for target, view in arrivals])
 
-    def garbage(loader: Any, job: Any, arrivals: Any) -> Any:
-        if kind in ("", kinds[job.group]):
-            arrivals = [replace(one, view=wrong(one.view)) for one in arrivals]
-        return good(loader, job, arrivals)
-
-    def wrong(view: memoryview) -> memoryview:
-        kept = min(4096, len(view) // 2)
-        return memoryview(bytes(len(view) - kept) + bytes(view[:kept]))
-
-    Loader._scatter = garbage  # type: ignore[method-assign,assignment]
+    page_transfer._copy = changed
     try:
         yield
     finally:
-        Loader._scatter = good  # type: ignore[method-assign]
+        page_transfer._copy = copy
+
+
+@contextmanager
+def garbled(kind: str = "") -> Iterator[None]:
+    """Loads bring something else than what was saved; `kind`: to KV groups of that kind only."""
+
+    def shifted(target: Any, view: memoryview) -> memoryview:
+        if kind not in ("", target.cache.facts.rule.kind):
+            return view
+        kept = min(4096, len(view) // 2)
+        return memoryview(bytes(len(view) - kept) + bytes(view[:kept]))
+
+    with copies_changed(shifted):
+        yield
 
 
 def dense_bytes(bench: Bench) -> float:
     """Bytes of KV a token if every page of every layer were kept."""
-    worker, total = worker_of(bench), 0.0
-    for cache, group in zip(worker._saver._caches, worker.facts.groups, strict=True):
-        total += cache.block_bytes / cache.pages_per_block / group.rule.page_tokens
-    return total
+    return float(
+        sum(
+            facts.layout.block_bytes / facts.pages_per_block / facts.rule.page_tokens
+            for facts in bench.worker.facts.groups
+        )
+    )
 
 
 @contextmanager
-def squeezed(bench: Bench, beside: int = 1) -> Iterator[list[str]]:
-    """As soon as a request and so many beside it are being answered there is no more KV space,
+def squeezed(bench: Bench, others: int = 1) -> Iterator[list[str]]:
+    """As soon as a request and this many others are being answered there is no more KV space,
     until vLLM has preempted one for a page: it is in the list. One by itself preempts itself."""
     scheduler = bench.core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
@@ -250,7 +273,7 @@ def squeezed(bench: Bench, beside: int = 1) -> Iterator[list[str]]:
 
     def scheduled(*rest: Any, **more: Any) -> Any:
         running = scheduler.running
-        if not preempted and len(running) > beside and running[-1].num_output_tokens:
+        if not preempted and len(running) > others and running[-1].num_output_tokens:
             held.extend(pool.get_new_blocks(pool.get_num_free_blocks()))
         elif held:
             give_back()
@@ -296,7 +319,7 @@ def rush(
                 counts["wrong"] += answer["worst"] > 1e-3
     while bench.core.scheduler.has_requests():
         bench.core.step()
-    worker_of(bench)._saver.wait()
+    bench.worker.saver.wait()
     return counts
 
 

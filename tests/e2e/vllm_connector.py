@@ -41,9 +41,9 @@ DRAFTS = {
     "a small model": ("llama", "draft_model", "eagle"),
     "mtp": ("glm4-moe", "mtp", ""),
 }
-"""Of each: the model, vLLM's method, and the draft model, where it is one of its own."""
+"""The model, vLLM's method, and the draft model if it is a separate one."""
 IN_TURN = ("deepseek",)
-"""Answers that depend on what is computed beside them, in a plain vLLM too: asked one by one."""
+"""Models whose answers depend on what else a step computes, in a plain vLLM too: asked in turn."""
 Seen = dict[str, Any]
 
 
@@ -89,7 +89,7 @@ class Engines:
 
 @dataclass
 class Run:
-    """Where everything is, and what was found."""
+    """The folders and options of a run, and its findings."""
 
     python: Path
     model: Path
@@ -103,7 +103,7 @@ class Run:
     quick: bool = False
     release: str = ""
     models: Seen = field(default_factory=dict)
-    """What was seen of each kind of model."""
+    """The findings by kind of model."""
     reference: str = "reference-0.json"
 
     def scenario(
@@ -162,7 +162,7 @@ def restarts(run: Run) -> None:
     shutil.copytree(run.folder / "depot", run.folder / "kept")
     run.same("1 cold, together, in chunks", seen["cold, together, in chunks of 256"])
     run.same("1 from memory, together", seen["from memory, together"], seen["full"])
-    run.same("1 vllm's own hits beside ours", seen["again, from vLLM's own"], seen["full"])
+    run.same("1 vllm's own hits and ours", seen["again, from vLLM's own"], seen["full"])
     turns = seen["second turns"]
     run.same("2 second turns hit the first answer", turns, turns["answer_end"])
     seen = run.scenario("disk", "depot")
@@ -212,20 +212,22 @@ def resets(run: Run) -> None:
         reload(plain, other)
         wanted_other = plain.ask(prompt)
     try:
-        with run.server("reset", extra) as one, run.server("beside", extra) as beside:
+        with run.server("reset", extra) as one, run.server("other", extra) as other_server:
             run.answers("resets: cold", one.ask(prompt), wanted, 0)
-            run.answers("resets: another server", beside.ask(prompt), wanted, 1408)
+            run.answers("resets: another server", other_server.ask(prompt), wanted, 1408)
             paused = [one.post("/pause")[0], one.post("/resume")[0]]
             run.point("resets: a pause is answered", paused == [200, 200], status=paused)
-            beside.forget()
-            run.answers("resets: the other one's are left", beside.ask(prompt), wanted, 1408)
+            other_server.forget()
+            run.answers("resets: the other one's are left", other_server.ask(prompt), wanted, 1408)
             run.answers("resets: after its pause", one.ask(prompt), wanted, 0)
             reload(one, other)
             run.answers("resets: other weights", one.ask(prompt), wanted_other, 0)
             one.forget()
             run.answers("resets: other weights, warm", one.ask(prompt), wanted_other, 1408)
-            beside.forget()
-            run.answers("resets: first weights beside", beside.ask(prompt), wanted, 1408)
+            other_server.forget()
+            run.answers(
+                "resets: first weights, other server", other_server.ask(prompt), wanted, 1408
+            )
             kill_daemon(sock)
             said = one.post("/reset_prefix_cache?reset_external=true")[1]
             paused = [one.post("/pause")[0], one.post("/resume")[0]]
@@ -254,7 +256,7 @@ def preemptions(run: Run) -> None:
 
 
 def faults(run: Run) -> None:
-    """5: the text is right whatever the disk does."""
+    """5: the text is right with a damaged, failing or full disk."""
     shutil.copytree(run.folder / "kept", run.folder / "damaged")
     damage(run.folder / "damaged", random.Random(3))
     seen = run.scenario("damaged", "damaged")
@@ -266,8 +268,8 @@ def faults(run: Run) -> None:
     seen = run.scenario("faults", "faulty")
     for name in ("read errors", "stalled reads", "write errors", "no space", "directory deleted"):
         run.same(f"5 {name}", seen[name])
-    told = {name: seen[name]["told"] for name in ("write errors", "no space")}
-    run.point("5 a failing and a full disk are told", all(told.values()), told=told)
+    reported = {name: seen[name]["reported"] for name in ("write errors", "no space")}
+    run.point("5 a failing and a full disk are reported", all(reported.values()), **reported)
 
 
 def damage(depot: Path, chance: random.Random) -> None:
@@ -300,7 +302,7 @@ def bad_input(run: Run) -> None:
     disk = {"path": str(run.folder / "fresh"), "capacity": "1GiB"}
     wrong: dict[str, tuple[Seen, str]] = {
         "unknown key": ({"extra": {"dramm": "1GiB"}}, "extra_config.dramm: unknown key"),
-        "block size": ({"extra": {"block_tokens": 48}}, "block_tokens: 48 is not a multiple"),
+        "block size": ({"extra": {"block_tokens": 48}}, "block_tokens: invalid value 48"),
         "not a folder": ({"extra": {"ssd": {**disk, "path": str(plain)}}}, str(plain)),
         "no write permission": ({"extra": {"ssd": {**disk, "path": "/sys/kv"}}}, "cannot write to"),
         "too small": ({"extra": {"ssd": {**disk, "capacity": "1MiB"}}}, "ssd.capacity"),
@@ -311,7 +313,7 @@ def bad_input(run: Run) -> None:
         with full_disk(run.folder / "full disk") as full:
             extra = {"extra": {"ssd": {**disk, "path": str(full / "kv")}}}
             refused(run, "full disk at start", extra, "No space left on device")
-    # One depot serves many models: another one's blocks are misses, and its own go beside them.
+    # One depot serves many models: blocks of another model are misses.
     options = json.dumps({"extra": {"block_tokens": 64}})
     run.scenario("roundtrip", "shared", "--extra", options)
     other = replace(run, model=tiny_model(run, "mistral"))
@@ -379,8 +381,9 @@ def servers(run: Run) -> None:
             seen = server.metrics()
             blocks = sum(n for name, n in seen.items() if "_loaded_blocks_total" in name)
             hits = sum(n for name, n in seen.items() if 'source="disk"' in name)
-            told = 1408 if run.release >= "0.32" else 0  # vLLM has no sources before
-            run.point("1 metrics tell", blocks == 11 and hits == told, blocks=blocks, tokens=hits)
+            tokens = 1408 if run.release >= "0.32" else 0  # vLLM has no sources before
+            right = blocks == 11 and hits == tokens
+            run.point("1 metrics count the hit", right, blocks=blocks, tokens=hits)
         with run.server("prefill", extra, role="kv_producer") as server:
             server.ask(other, 1)
         with run.server("decode", extra, role="kv_consumer") as server:
@@ -410,12 +413,12 @@ def parallel(run: Run) -> None:
         kill_daemon(sock)
         with (
             run.server("two read", extra, *two, cores="0|1") as server,
-            run.server("two beside", extra, *two, cores="0|1") as beside,
+            run.server("two others", extra, *two, cores="0|1") as other_server,
         ):
             run.answers("7 two workers, after kill -9 of all", server.ask(prompt), wanted, full)
             third = prompt[1:]
             server.ask(third)
-            hit = beside.ask(third)["cached"]
+            hit = other_server.ask(third)["cached"]
             run.point("7 another server finds it", hit == len(third) // 128 * 128, cached=hit)
         kill_daemon(sock)
         resized(run, [prompt, other], [wanted, wanted_other])
@@ -503,7 +506,7 @@ def models(run: Run) -> None:
 
 
 def model(run: Run, kind: str) -> None:
-    """`run.quick`: without a plain vLLM beside it."""
+    """`run.quick`: without a plain vLLM to compare with."""
     name, depot = f"models: {kind}", f"depot {kind}"
     if not run.quick:
         run.scenario("groups_plain", "none", out=run.reference)
@@ -525,7 +528,7 @@ def model(run: Run, kind: str) -> None:
     aborts = disk["aborts"]
     clean = not disk["leased"] and (kind in IN_TURN or not aborts["wrong"])
     run.point(f"{name}, aborts", clean, **aborts)
-    seen = {} if run.quick else beside_plain(run, name, warm, disk, plain)
+    seen = {} if run.quick else against_plain(run, name, warm, disk, plain)
     of_model = [point for point in run.points.found if point["point"].startswith(name + ",")]
     run.models[kind] = {
         "ok": all(point["ok"] for point in of_model),
@@ -538,10 +541,10 @@ def model(run: Run, kind: str) -> None:
     }
 
 
-def beside_plain(run: Run, name: str, warm: Seen, disk: Seen, plain: Seen) -> Seen:
-    """What needs a vLLM without kvdepot: how much KV fits into it, and into a part of that."""
+def against_plain(run: Run, name: str, warm: Seen, disk: Seen, plain: Seen) -> Seen:
+    """Points that need a vLLM without kvdepot: how much KV fits into it, and preemptions."""
     space = warm["pages"] / plain["pages"]
-    run.point(f"{name}, KV space of vLLM beside without", space >= 0.99, ratio=space)
+    run.point(f"{name}, KV space of vLLM with and without", space >= 0.99, ratio=space)
     near = max(NEAR, 2 * plain.get("preempted", {"worst": 0.0})["worst"])
     for what in ("preempted, cold", "preempted, warm"):
         run.same(f"{name}, {what}", disk[what], near=near)
@@ -565,19 +568,19 @@ def adapters(run: Run, name: str) -> None:
 
 def drafts(run: Run) -> None:
     """Draft models: after a hit they propose what they propose after vLLM's own."""
-    for kind, (target, method, beside) in DRAFTS.items():
+    for kind, (target, method, drafter) in DRAFTS.items():
         try:
-            draft(replace(run, model=tiny_model(run, target)), kind, method, beside)
+            draft(replace(run, model=tiny_model(run, target)), kind, method, drafter)
         except ScenarioError as error:
             print(f"error: {kind}: {error}", file=sys.stderr)
             said = str(error).splitlines()[0]
             run.point(f"drafts: {kind}, the scenario ended", False, said=said)
 
 
-def draft(run: Run, kind: str, method: str, beside: str) -> None:
+def draft(run: Run, kind: str, method: str, drafter: str) -> None:
     name, settings = f"drafts: {kind}", {"method": method, "num_speculative_tokens": 3}
-    if beside:
-        settings["model"] = str(tiny_model(run, beside))
+    if drafter:
+        settings["model"] = str(tiny_model(run, drafter))
     seen = run.scenario("drafts", name, "--extra", json.dumps(settings))
     run.same(f"{name}, from memory", seen["own"], seen["vllm_cached"])
     count = {"proposals": seen["drafts"], "layers": len(seen["draft_layers"])}
@@ -659,7 +662,7 @@ def no_reuse(run: Run) -> None:
 
 
 def paired(arms: dict[str, Server], rounds: int) -> tuple[list[float], list[float]]:
-    """Of each round kvdepot's times by plain vLLM's: of one prompt, and of eight at once."""
+    """kvdepot's time by plain vLLM's in each round: for one prompt, and for eight at once."""
     fresh = itertools.count(1)
     first, batch = [], []
     for turn in range(rounds + 1):
@@ -737,7 +740,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     releases = sorted(NO_DEPENDENCIES)
     parser.add_argument("--release", choices=releases, default=NEWEST, help="of vLLM")
-    parser.add_argument("--python", type=Path, help="one that has vLLM, of whatever release")
+    parser.add_argument("--python", type=Path, help="a Python that has vLLM, of any release")
     parser.add_argument("--model", type=Path, help="a model folder")
     parser.add_argument("--folder", type=Path, help="keep depots, logs and results here")
     parser.add_argument("--threads", type=int, default=2, help="OMP threads of vLLM")

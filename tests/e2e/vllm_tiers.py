@@ -33,14 +33,14 @@ TOKENS = 600
 TIMED_TOKENS = 6017
 """All but the last one are in whole chunks."""
 TIMED_BYTES = 800_000_000
-"""Of vLLM's CPU tier: both prompts fit."""
+"""The size of vLLM's CPU tier: both prompts fit."""
 BAR = 0.8
 Seen = dict[str, Any]
 
 
 @dataclass
 class TierRun:
-    """Where everything is, and what was found."""
+    """The folders and options of a run, and its findings."""
 
     python: Path
     model: Path
@@ -80,7 +80,7 @@ class TierRun:
 
 
 def contract(run: TierRun) -> None:
-    """What vLLM's filesystem tier promises, and capacity, eviction, checksums, restart."""
+    """The promises of vLLM's filesystem tier, and capacity, eviction, checksums, restart."""
     for name, seen in run.scenario("contract", "contract").items():
         run.point(f"contract: {name}", not seen["error"], **seen)
 

@@ -15,7 +15,6 @@ from kvdepot.format import metadata, record, segment
 TEXT = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
 CODES = {"u64": "Q", "u32": "I", "u16": "H", "u8": "B"}
 ROW = re.compile(r"^\| (\d+) \| (\w+) \| (.+) \|$", re.MULTILINE)
-SUPERBLOCK = "<Q8sII"
 
 
 def _struct_code(field: np.dtype[Any]) -> str:
@@ -27,13 +26,12 @@ def _fields(dtype: np.dtype[Any]) -> list[np.dtype[Any]]:
 
 
 STRUCTS = {
-    "Superblock": SUPERBLOCK,
+    "Volume header": metadata._HEADER.format,
     "Segment header": segment._HEADER.format,
     "Trailer": segment._TRAILER.format,
     "Footer entry": "<" + "".join(map(_struct_code, _fields(segment.ENTRY))),
     "Record": record._HEAD.format + 4 * "Q",  # producer, key id, tenant, weight epoch
     "Key": f"<{TAG_BYTES}s{LINK_BYTES}s{KEY_BYTES - TAG_BYTES - LINK_BYTES}s",
-    "Log header": metadata._HEADER.format + metadata._U64.format[1:],  # its checksum, at its end
     "Frame": metadata._FRAME.format,
 }
 
@@ -58,15 +56,6 @@ def test_the_table_is_the_struct(title: str) -> None:
     assert layout == expanded(STRUCTS[title])
 
 
-def test_the_superblock_is_packed_as_told() -> None:
-    page = segment.Superblock("0" * 32, 1 << 20).pack()
-    _, magic, number, length = struct.unpack_from(SUPERBLOCK, page)
-    assert (magic, number) == (segment.SUPERBLOCK_MAGIC, segment.FORMAT)
-    assert page[struct.calcsize(SUPERBLOCK) :][length - 1 : length] == b"}"
-    for name in segment.Superblock.__dataclass_fields__:
-        assert f"`{name}`" in chapter("Superblock")
-
-
 @pytest.mark.parametrize(
     ("title", "magic"),
     [
@@ -87,8 +76,8 @@ def test_numbers_in_the_text() -> None:
     assert f"checksum of the bytes 8 to {segment._HEADER.size}" in chapter("Segment header")
     assert f"checksum of the bytes 8 to {segment._TRAILER.size}" in chapter("Trailer")
     assert f"version of the record format: {record.VERSION}" in chapter("Record")
-    assert f"checksum of the bytes 0 to {metadata._HEADER.size}" in chapter("Log header")
-    assert f"magic `{metadata.MAGIC[:-1].decode()}\\0`" in chapter("Log header")
+    assert f"checksum of the bytes 8 to {metadata._HEADER.size}" in chapter("Volume header")
+    assert f"magic `{metadata.MAGIC[:-1].decode()}\\0`" in chapter("Volume header")
     for meta_kind in MetaKind:
         name = meta_kind.name.lower()
         assert f"| {meta_kind.value} | {name} |" in chapter("Metadata log"), name

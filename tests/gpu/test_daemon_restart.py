@@ -70,7 +70,7 @@ def test_hits_are_back_and_locked_memory_is_flat(tmp_path: Path) -> None:
                             lambda arrivals: mover.onboard(
                                 [one.view for one in arrivals], [pieces] * len(arrivals)
                             ).synchronize(),
-                            beside=True,
+                            verify_concurrently=True,
                         )
                 except BadBufferError:
                     answers = []

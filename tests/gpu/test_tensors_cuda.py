@@ -74,28 +74,30 @@ def generator(seed: int) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Layout:
-    """Shapes of the tensors of one layer, and how to describe them."""
+    """Shapes of the tensors of one layer, or of all layers, and the names of their axes."""
 
     shapes: list[tuple[int, ...]]
     axes: str
+    """May have "kv", and "layer" for a tensor of all layers: views of such tensors are moved."""
     layers: int
     dtype: torch.dtype
-    order: str = "kv token head dim"
-    packed: bool = False
+    order: str = "token head dim"
     skip: int = 0
     """Elements in front of each tensor, to make addresses odd."""
 
     def tensors(self, device: str, fill: int | torch.Generator) -> KVTensors:
-        rows = [tuple(self._tensor(shape, fill, device) for shape in self.shapes)]
-        rows += [
-            tuple(self._tensor(shape, fill, device) for shape in self.shapes)
-            for _ in range(0 if self.packed else self.layers - 1)
+        names = self.axes.split()
+        count = 1 if "layer" in names else self.layers
+        rows = [
+            tuple(self._tensor(shape, fill, device) for shape in self.shapes) for _ in range(count)
         ]
-        if self.packed:
-            return KVTensors.packed(rows[0][0], self.axes, order=self.order)
-        if len(self.shapes) > 1:
-            return KVTensors(rows, self.axes, order=self.order)
-        return KVTensors([row[0] for row in rows], self.axes, order=self.order)
+        if "layer" in names:
+            rows = [(layer,) for layer in rows[0][0].unbind(names.index("layer"))]
+            names.remove("layer")
+        if "kv" in names:
+            rows = [row[0].unbind(names.index("kv")) for row in rows]
+            names.remove("kv")
+        return KVTensors(rows, " ".join(names), order=self.order)
 
     def _tensor(
         self, shape: tuple[int, ...], fill: int | torch.Generator, device: str
@@ -118,17 +120,15 @@ BF16, FP16, BYTES = torch.bfloat16, torch.float16, torch.uint8
 LAYOUTS = {
     "kv-page": Layout([(2, 10, 16, 8, 128)], "kv page token head dim", 4, BF16),
     "page-kv": Layout([(10, 2, 16, 8, 128)], "page kv token head dim", 4, FP16),
-    "packed": Layout([(10, 6, 2, 16, 4, 64)], "page layer kv token head dim", 6, BF16, packed=True),
-    "rectangles": Layout(
-        [(16, 10, 16, 8, 256)], "layer page token head dim", 16, BF16, "token head dim", packed=True
-    ),
+    "packed": Layout([(10, 6, 2, 16, 4, 64)], "page layer kv token head dim", 6, BF16),
+    "rectangles": Layout([(16, 10, 16, 8, 256)], "layer page token head dim", 16, BF16),
     "heads-first": Layout([(10, 2, 4, 16, 128)], "page kv head token dim", 3, BF16),
     "mla": Layout([(10, 64, 576)], "page token dim", 5, BF16),
     "mla-expanded": Layout(
-        [(1, 4, 100, 192), (1, 4, 100, 128)], "batch head token dim", 3, BF16, "kv head token dim"
+        [(1, 4, 100, 192), (1, 4, 100, 128)], "batch head token dim", 3, BF16, "head token dim"
     ),
     "contiguous": Layout(
-        [(1, 8, 128, 64)] * 2, "batch head token dim", 5, torch.float32, "kv head token dim"
+        [(1, 8, 128, 64)] * 2, "batch head token dim", 5, torch.float32, "head token dim"
     ),
     "fp8-as-bytes": Layout([(2, 10, 16, 4, 96)], "kv page token head dim", 3, BYTES),
     "odd-sizes": Layout([(2, 10, 5, 3, 7)], "kv page token head dim", 3, BYTES),
@@ -136,7 +136,7 @@ LAYOUTS = {
     "odd-addresses": Layout([(2, 10, 16, 2, 64)], "kv page token head dim", 3, BYTES, skip=1),
     "half-aligned": Layout([(2, 10, 16, 2, 64)], "kv page token head dim", 3, BF16, skip=4),
     "tiny-pieces": Layout(
-        [(2, 10, 16, 4, 32)], "kv page token head dim", 3, BF16, "kv head dim token"
+        [(2, 10, 16, 4, 32)], "kv page token head dim", 3, BF16, "head dim token"
     ),
     "larger-than-a-slice": Layout([(2, 10, 64, 8, 128)], "kv page token head dim", 12, BF16),
 }
@@ -150,10 +150,9 @@ def layout(request: pytest.FixtureRequest) -> Layout:
 def on_host(tensors: KVTensors, layout: Layout) -> KVTensors:
     """The same tensors, copied to the host with torch."""
     copies = [tensor.cpu() for tensor in tensors.tensors]
-    width = len(layout.shapes)
+    width = len(copies) // tensors.layer_count
     rows = [tuple(copies[at : at + width]) for at in range(0, len(copies), width)]
-    axes = " ".join(tensors.axes)
-    return KVTensors([row if width > 1 else row[0] for row in rows], axes, order=layout.order)
+    return KVTensors(rows, " ".join(tensors.axes), order=layout.order)
 
 
 def same(left: KVTensors, right: KVTensors) -> bool:
@@ -230,7 +229,7 @@ def test_a_layer_can_be_used_while_later_ones_are_in_flight(
     arrivals = mover.onboard(views, blocks, layers_per_step=1)
     seen = []
     for number, tensor in enumerate(tensors.tensors):
-        arrivals.wait_layer(number)
+        arrivals.wait_layer(number // 2)
         seen.append(tensor.clone())  # a kernel on the current stream; the host does not wait
     torch.cuda.current_stream().synchronize()
     for copy, right in zip(seen, expected.tensors, strict=True):

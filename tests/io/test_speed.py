@@ -1,7 +1,7 @@
 """A drive is compared with itself: slow is many times slower than it was, twice."""
 
-from kvdepot.io.speed import ThroughputMeter
 from kvdepot.testing.clocks import ManualClock
+from kvdepot.volumes.log.reader import ThroughputMeter
 
 MIB = 1 << 20
 

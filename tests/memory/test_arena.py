@@ -3,15 +3,14 @@
 import os
 from collections.abc import Iterator
 from itertools import pairwise
-from mmap import mmap
-from pathlib import Path
 
 import pytest
 
 import kvdepot
 from kvdepot.format.record import PAGE, record_bytes
-from kvdepot.memory.arena import CHUNK, UNOWNED, Arena, slab_chunks
+from kvdepot.memory.arena import CHUNK, Arena, slab_chunks
 from kvdepot.memory.memory import Memory
+from kvdepot.testing.store_contract import touch
 
 CAPACITY = 8 << 20
 
@@ -45,22 +44,6 @@ class TestSlots:
         lost = CAPACITY - arena.used_bytes
         assert lost < size or lost <= CAPACITY * 0.05
 
-    def test_a_freed_slot_is_given_away_again(self, arena: Arena) -> None:
-        slots = fill(arena, 20480)
-        arena.free(slots[7])
-        assert arena.allocate(20480, 99) == slots[7]
-        assert arena.allocate(20480, 99) is None
-
-    def test_a_slot_remembers_its_owner(self, arena: Arena) -> None:
-        first = arena.allocate(PAGE, 11)
-        second = arena.allocate(PAGE, 12)
-        assert first is not None and second is not None
-        arena.set_owner(second, 13)
-        (slab,) = arena.slabs()
-        assert sorted(owner for owner in slab.owners if owner != UNOWNED) == [11, 13]
-        arena.free(first)
-        assert [owner for owner in slab.owners if owner != UNOWNED] == [13]
-
     def test_a_slab_without_users_gives_its_memory_to_another_class(self, arena: Arena) -> None:
         slots = fill(arena, PAGE)
         assert arena.allocate(CHUNK, 0) is None
@@ -69,23 +52,6 @@ class TestSlots:
         assert arena.used_bytes == 0
         assert arena.slabs() == []
         assert len(fill(arena, 3 << 20)) == 2
-
-    def test_more_than_one_class_is_noticed_and_forgotten(self, arena: Arena) -> None:
-        small, large = arena.allocate(PAGE, 1), arena.allocate(CHUNK, 2)
-        assert small is not None and large is not None
-        assert arena.has_others(CHUNK)
-        arena.free(small)
-        assert not arena.has_others(CHUNK)
-        assert arena.has_others(PAGE)
-
-    def test_slabs_of_a_stretch_are_those_that_touch_it(self, arena: Arena) -> None:
-        slots = [arena.allocate(1 << 20, owner) for owner in range(3)]
-        assert None not in slots
-        starts = sorted(slab.start for slab in arena.slabs())
-        assert len(starts) == 3
-        one = arena.slabs_in(starts[1], 1)
-        assert [slab.start for slab in one] == [starts[1]]
-        assert len(arena.slabs_in(0, arena.chunk_count)) == 3
 
     def test_the_image_of_a_slot_is_its_memory_and_no_more(self, arena: Arena) -> None:
         first, second = arena.allocate(PAGE, 1), arena.allocate(PAGE, 2)
@@ -126,23 +92,6 @@ def test_a_slab_wastes_at_most_two_percent_when_memory_is_plenty(pages: int) -> 
 
 
 class TestMemory:
-    def test_another_mapping_of_its_descriptor_sees_the_same_bytes(self) -> None:
-        memory = Memory(1 << 20, "never", shared=True)
-        with mmap(os.dup(memory.fd), memory.nbytes) as other:
-            memory.view[12345:12350] = b"hello"
-            assert other[12345:12350] == b"hello"
-        assert memory.address % PAGE == 0
-        assert memory.nbytes >= 1 << 20
-        memory.close()
-
-    def test_a_view_outlives_the_close(self) -> None:
-        memory = Memory(1 << 20, "never")
-        memory.view[:3] = b"abc"
-        view = memory.view[:3]
-        memory.close()
-        memory.close()
-        assert bytes(view) == b"abc"
-
     def test_private_memory_is_aligned_for_huge_pages(self) -> None:
         memory = Memory(3 << 20, "auto")
         assert memory.address % (2 << 20) == 0
@@ -191,10 +140,10 @@ class TestRoom:
         small = store.namespace(model="s", layout=kvdepot.KVLayout.opaque(self.SMALL, 16))
         large = store.namespace(model="l", layout=kvdepot.KVLayout.opaque(self.LARGE, 16))
         for start in range(0, 2 * CAPACITY, self.SMALL):
-            assert store.put(small.keys([start] * 16)[0], bytes(self.SMALL))
+            assert store.put_many([small.keys([start] * 16)[0]], [bytes(self.SMALL)])[0]
         keys = [large.keys([number] * 16)[0] for number in range(20 * blocks)]
         for key in keys:
-            assert store.put(key, bytes(self.LARGE))
+            assert store.put_many([key], [bytes(self.LARGE)])[0]
         return sum(len(store.match([key])) for key in keys[-blocks:])
 
     def test_a_second_class_takes_over_when_the_first_is_no_longer_used(self) -> None:
@@ -204,7 +153,7 @@ class TestRoom:
         """
         with kvdepot.open(dram=memory_only()) as store:
             assert self.hits_of_newcomers(store, 24) >= 20
-            assert store.check()
+            assert store.admin.check()
 
     def test_a_class_in_use_keeps_its_place(self) -> None:
         """Small blocks that are used all the time are not pushed out by large ones used once."""
@@ -213,11 +162,11 @@ class TestRoom:
             large = store.namespace(model="l", layout=kvdepot.KVLayout.opaque(self.LARGE, 16))
             busy = [small.keys([number] * 16)[0] for number in range(100)]
             for key in busy:
-                assert store.put(key, bytes(self.SMALL))
+                assert store.put_many([key], [bytes(self.SMALL)])[0]
             for number in range(300):
-                assert store.put(large.keys([number] * 16)[0], bytes(self.LARGE))
+                assert store.put_many([large.keys([number] * 16)[0]], [bytes(self.LARGE)])[0]
                 for key in busy:
-                    store.touch([key])
+                    touch(store, [key])
             assert sum(len(store.match([key])) for key in busy) == len(busy)
 
     def test_leased_blocks_do_not_make_way_for_another_class(self) -> None:
@@ -229,10 +178,12 @@ class TestRoom:
             keys = keys[: len(store.match(keys))]
             with store.lease(keys) as lease:
                 assert len(lease) * record_bytes(self.SMALL) >= 0.98 * CAPACITY
-                answer = store.put(large.keys(range(16))[0], bytes(self.LARGE), timeout_s=0.0)
+                answer = store.put_many(
+                    [large.keys(range(16))[0]], [bytes(self.LARGE)], timeout_s=0.0
+                )[0]
                 assert answer is kvdepot.PutResult.THROTTLED
                 assert len(store.match(keys)) == len(keys)
-            assert store.put(large.keys(range(16))[0], bytes(self.LARGE), timeout_s=0.0)
+            assert store.put_many([large.keys(range(16))[0]], [bytes(self.LARGE)], timeout_s=0.0)[0]
 
     def test_a_long_prompt_of_one_class_is_judged_in_time_that_grows_with_its_length(self) -> None:
         """Looking for a stretch to empty must not walk every block's whole tail."""
@@ -242,7 +193,7 @@ class TestRoom:
             keys = small.keys(range(16 * CAPACITY // (2 * PAGE)))
             assert all(store.put_many(keys, [bytes(PAGE)] * len(keys)))
             steps = StepCounter(store)
-            assert store.put(large.keys(range(16))[0], bytes(self.LARGE))
+            assert store.put_many([large.keys(range(16))[0]], [bytes(self.LARGE)])[0]
             assert steps.count <= 20 * len(keys)
 
 
@@ -270,19 +221,3 @@ def test_failed_allocations_leave_no_descriptor_behind() -> None:
     with pytest.raises((OSError, ValueError)):
         Memory(1 << 62, "never")
     assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-def test_closed_memory_goes_with_the_last_view_of_it() -> None:
-    """Not with the last holder of the closed object, such as a lease that is over."""
-
-    def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count("kvdepot-arena")
-
-    before = mapped()
-    memory = Memory(4 << 20, "never", shared=True)
-    held = memory.view[:100]
-    memory.close()
-    assert mapped() == before + 1
-    held.release()
-    assert mapped() == before
-    memory.close()

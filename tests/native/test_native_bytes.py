@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvdepot.native import checksum, chunk_checksums
 from kvdepot.native.fallback import CopyRectangle
-from kvdepot.native.ops import COPY, FILL, RECTANGLE_DTYPE, STRIDED_DTYPE, TRANSFER_DTYPE, VERIFY
+from kvdepot.native.ops import RECTANGLE_DTYPE, STRIDED_DTYPE, TRANSFER_DTYPE, VERIFY
 
 
 @pytest.fixture(params=["_native", "fallback"])
@@ -57,21 +58,19 @@ def _reference_sequence(nbytes: int) -> bytes:
     return bytes(sequence)
 
 
-def test_chunk_checksums_end_with_a_short_one(native: ModuleType) -> None:
+def test_chunk_checksums_end_with_a_short_one() -> None:
     source = np.arange(2500, dtype=np.uint16)
     sums = np.zeros(3, np.uint64)
-    native.chunk_checksums(source, 2048, sums)
+    chunk_checksums(source, 2048, sums)
     raw = source.tobytes()
-    assert sums.tolist() == [native.checksum(raw[at : at + 2048]) for at in (0, 2048, 4096)]
+    assert sums.tolist() == [checksum(raw[at : at + 2048]) for at in (0, 2048, 4096)]
 
 
 @pytest.mark.parametrize(("chunk_bytes", "entries"), [(0, 1), (100, 9), (100, 11)])
-def test_chunk_checksums_need_one_entry_a_chunk(
-    native: ModuleType, chunk_bytes: int, entries: int
-) -> None:
+def test_chunk_checksums_need_one_entry_a_chunk(chunk_bytes: int, entries: int) -> None:
     sums = np.zeros(entries, np.uint64)
     with pytest.raises(ValueError, match="chunk"):
-        native.chunk_checksums(bytes(1000), chunk_bytes, sums)
+        chunk_checksums(bytes(1000), chunk_bytes, sums)
     assert not sums.any()
 
 
@@ -107,36 +106,6 @@ def _one_transfer(**fields: int) -> Any:
     return ops
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 5000, 3 << 20])
-def test_transfer_fills_then_verifies(native: ModuleType, nbytes: int) -> None:
-    source = np.arange(nbytes, dtype=np.uint32).astype(np.uint8)
-    first, second = np.zeros_like(source), np.zeros_like(source)
-    table = np.zeros(-(-nbytes // 4096), np.uint64)
-    common = {"nbytes": nbytes, "chunk_bytes": 4096, "table": table.ctypes.data}
-    ops = _one_transfer(source=source.ctypes.data, target=first.ctypes.data, mode=FILL, **common)
-    native.transfer(ops)
-    assert ops["result"] == 0
-    ops = _one_transfer(source=first.ctypes.data, target=second.ctypes.data, mode=VERIFY, **common)
-    native.transfer(ops)
-    assert ops["result"] == 0
-    assert np.array_equal(second, source)
-
-
-def test_transfer_notices_one_wrong_bit(native: ModuleType) -> None:
-    source, table = np.zeros(100_000, np.uint8), np.zeros(2, np.uint64)
-    native.chunk_checksums(source, 65536, table)
-    source[99_999] ^= 1
-    ops = _one_transfer(
-        source=source.ctypes.data,
-        nbytes=source.nbytes,
-        chunk_bytes=65536,
-        table=table.ctypes.data,
-        mode=VERIFY,
-    )
-    native.transfer(ops)
-    assert ops["result"] == -errno.EBADMSG
-
-
 @pytest.mark.parametrize("threads", [2, 5])
 @pytest.mark.parametrize("wrong", [None, 0, 5 << 20, (7 << 20) - 1])
 def test_threads_share_a_transfer(native: ModuleType, threads: int, wrong: int | None) -> None:
@@ -146,7 +115,7 @@ def test_threads_share_a_transfer(native: ModuleType, threads: int, wrong: int |
     targets = [np.zeros_like(source) for source in sources]
     tables = [np.zeros(-(-size // chunk), np.uint64) for size in sizes]
     for source, table in zip(sources, tables, strict=True):
-        native.chunk_checksums(source, chunk, table)
+        chunk_checksums(source, chunk, table)
     if wrong is not None:
         sources[0][wrong] ^= 1
     ops = np.zeros(2, TRANSFER_DTYPE)
@@ -158,13 +127,6 @@ def test_threads_share_a_transfer(native: ModuleType, threads: int, wrong: int |
     assert ops["result"].tolist() == [0 if wrong is None else -errno.EBADMSG, 0]
     good = range(2) if wrong is None else range(1, 2)
     assert all(np.array_equal(targets[at], sources[at]) for at in good)
-
-
-def test_transfer_without_chunks_is_a_copy(native: ModuleType) -> None:
-    source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
-    ops = _one_transfer(source=source.ctypes.data, target=target.ctypes.data, nbytes=100, mode=COPY)
-    native.transfer(ops)
-    assert np.array_equal(source, target)
 
 
 def test_transfer_refuses_an_unknown_mode_and_half_a_record(native: ModuleType) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.adapters.tensors import HostMover, KVTensors, Pieces
+from kvdepot.adapters.tensors.kvtensors import Layer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 POISON = 0xEE
@@ -37,17 +38,10 @@ class Contents:
         return self.planes[0].shape[1]
 
     def payload(self, order: Sequence[str]) -> bytes:
-        return b"".join(self._layer(layer, [*order]) for layer in range(self.layers))
-
-    def _layer(self, layer: int, order: list[str]) -> bytes:
-        """Plain loops over what is outside the planes, torch for what is inside."""
-        at = order.index("kv")
-        inside = [("token", "head", "dim").index(axis) for axis in order[:at] + order[at + 1 :]]
-        planes = [plane[layer].permute(inside) for plane in self.planes]
-        found = b""
-        for outer in np.ndindex(*planes[0].shape[:at]):
-            found += b"".join(raw(plane[outer]) for plane in planes)
-        return found
+        axes = [("token", "head", "dim").index(axis) for axis in order]
+        return b"".join(
+            raw(plane[layer].permute(axes)) for layer in range(self.layers) for plane in self.planes
+        )
 
 
 @dataclass(frozen=True)
@@ -138,17 +132,13 @@ class Place:
     pages: list[int] | None
     first: int
     batch: int
-    packed: bool
 
     def cache(self, fill: int) -> Cache:
         storage = self.shelf.storage(fill)
         rows = [[self.shelf.take(storage, number) for number in row] for row in self.numbers]
-        if self.packed:
-            tensors = KVTensors.packed(rows[0][0], self.axes, order=self.order)
-        elif len(rows[0]) == 1:
-            tensors = KVTensors([row[0] for row in rows], self.axes, order=self.order)
-        else:
-            tensors = KVTensors([tuple(row) for row in rows], self.axes, order=self.order)
+        alone = len(rows[0]) == 1
+        layers: list[Layer] = [row[0] if alone else tuple(row) for row in rows]
+        tensors = KVTensors(layers, self.axes, order=self.order)
         return Cache(storage, tensors, self.pieces(tensors, rows))
 
     def pieces(self, tensors: KVTensors, rows: list[list[torch.Tensor]]) -> Pieces:
@@ -160,11 +150,7 @@ class Place:
 
 
 def random_place(draw: st.DrawFn, contents: Contents, order: str) -> Place:
-    """Any layout for these contents: paged or not, a tuple of planes or an axis, packed or not."""
-    alike = len({plane.shape for plane in contents.planes}) == 1
-    count = len(contents.planes)
-    in_tuple = count > 1 and (not alike or draw(st.booleans()))
-    packed = not in_tuple and draw(st.booleans())
+    """Any layout for these contents, with pages or without."""
     sizes: dict[str, int] = {"token": contents.tokens, "dim": 0}
     pages, first, batch = None, 0, 0
     if draw(st.booleans()):
@@ -180,26 +166,22 @@ def random_place(draw: st.DrawFn, contents: Contents, order: str) -> Place:
             batch = draw(st.integers(0, sizes["batch"] - 1))
     if contents.has_heads:
         sizes["head"] = 0
-    if count > 1 and not in_tuple:
-        sizes["kv"] = count
-    if packed:
-        sizes["layer"] = contents.layers
     axes = draw(st.permutations(list(sizes)))
-    planes = contents.planes if in_tuple else contents.planes[:1]
     shapes = [
         [{**sizes, "head": plane.shape[2], "dim": plane.shape[3]}[axis] for axis in axes]
-        for plane in planes
+        for plane in contents.planes
     ]
     shelf = Shelf(draw, contents.planes[0].dtype)
-    numbers = shelf.reserve_all(shapes, 1 if packed else contents.layers)
-    return Place(shelf, " ".join(axes), numbers, order, pages, first, batch, packed)
+    numbers = shelf.reserve_all(shapes, contents.layers)
+    return Place(shelf, " ".join(axes), numbers, order, pages, first, batch)
 
 
 def put(contents: Contents, place: Place, cache: Cache) -> None:
     """Place the contents by plain indexing of torch tensors."""
-    for layer in range(contents.layers):
-        for number, plane in enumerate(contents.planes):
-            tensor, axes = plane_tensor(place, cache, layer, number)
+    axes = place.axes.split()
+    for layer, numbers in enumerate(place.numbers):
+        for number, plane in zip(numbers, contents.planes, strict=True):
+            tensor = place.shelf.take(cache.storage, number)
             for token in range(contents.tokens):
                 spot = tensor
                 names = [*axes]
@@ -213,20 +195,6 @@ def put(contents: Contents, place: Place, cache: Cache) -> None:
                 target.copy_(value)
 
 
-def plane_tensor(
-    place: Place, cache: Cache, layer: int, number: int
-) -> tuple[torch.Tensor, list[str]]:
-    """The tensor of one plane of one layer, without layer and kv axes."""
-    axes = place.axes.split()
-    row = place.numbers[0 if place.packed else layer]
-    tensor = place.shelf.take(cache.storage, row[number if len(row) > 1 else 0])
-    for axis, index in (("layer", layer), ("kv", number)):
-        if axis in axes:
-            tensor = tensor.select(axes.index(axis), index)
-            axes.remove(axis)
-    return tensor, axes
-
-
 def where(place: Place, tensor: torch.Tensor, axes: list[str], token: int) -> dict[str, int]:
     if place.pages is None:
         found = {"token": place.first + token}
@@ -238,10 +206,7 @@ def where(place: Place, tensor: torch.Tensor, axes: list[str], token: int) -> di
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Contents, list[str], Place, Place]:
     contents = random_contents(draw)
-    axes = ["token", "head", "dim"]
-    order = draw(st.permutations(axes))
-    alike = len({plane.shape for plane in contents.planes}) == 1
-    order.insert(draw(st.integers(0, 3 if alike else 0)), "kv")
+    order = draw(st.permutations(["token", "head", "dim"]))
     places = [random_place(draw, contents, " ".join(order)) for _ in range(2)]
     return contents, order, places[0], places[1]
 
@@ -294,15 +259,15 @@ def test_pieces_are_as_long_as_the_memory_allows(
     sizes: list[int], tokens: int, dtype: torch.dtype
 ) -> None:
     layers, heads, dim = sizes
-    caches = [torch.zeros(2, 3, tokens, heads, dim, dtype=dtype) for _ in range(layers)]
-    pieces = KVTensors(caches, "kv page token head dim").pages([2, 0])
+    caches = [tuple(torch.zeros(2, 3, tokens, heads, dim, dtype=dtype)) for _ in range(layers)]
+    pieces = KVTensors(caches, "page token head dim").pages([2, 0])
     assert pieces.piece_bytes == tokens * heads * dim * dtype.itemsize
     assert pieces.addresses.shape == (layers, 4)
 
 
 def test_latent_attention_as_transformers_expands_it() -> None:
     keys, values = torch.zeros(1, 16, 300, 192), torch.zeros(1, 16, 300, 128)
-    tensors = KVTensors([(keys, values)], "batch head token dim", order="kv head token dim")
+    tensors = KVTensors([(keys, values)], "batch head token dim", order="head token dim")
     pieces = tensors.span(0, 256)
     assert pieces.piece_bytes == math.gcd(192, 128) * 256 * 4
     assert pieces.nbytes == 256 * 16 * (192 + 128) * 4

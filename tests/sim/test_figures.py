@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvdepot.policy.eviction import ORDERS
 from kvdepot.sim.hits_only import POLICIES, Case, HitCounts, parse_capacity, play, prefill_work
-from kvdepot.sim.traces.formats import read_trace
+from kvdepot.sim.traces import read_trace
 from kvdepot.sim.workload import NO_PARENT, Numbering, PromptRequest, Workload
 
 TRACES = Path(os.environ.get("KVDEPOT_TRACES", "/work/shared/data/traces"))

@@ -12,7 +12,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.sim.arrivals import AsRecorded, Conversations, InFlight, MultiTurn
 from kvdepot.sim.drives import DriveSpeed
-from kvdepot.sim.fleet import FleetSetup, SimulatedFleet, TierSetup, interval_of, part_of
+from kvdepot.sim.fleet import FleetSetup, RouteName, SimulatedFleet, TierSetup
 from kvdepot.sim.gpu import GpuPace
 from kvdepot.sim.results import Findings
 from kvdepot.sim.worker import HBM, WorkerRules
@@ -56,7 +56,7 @@ def test_what_is_asked_is_hit_or_computed(
     ssd: int,
     back: bool,
     policy: str,
-    route: str,
+    route: RouteName,
     decides: bool,
     seed: int,
 ) -> None:
@@ -64,7 +64,7 @@ def test_what_is_asked_is_hit_or_computed(
         SETUP,
         rules=WorkerRules(PACE, 64, decides=decides),
         nodes=nodes,
-        workers_per_node=workers,
+        copies=workers,
         memory_blocks=memory,
         tiers=(replace(SSD, capacity_bytes=ssd * 1e6), HDD),
         write_mode="back" if back else "through",
@@ -171,25 +171,6 @@ def test_setups_that_make_no_sense() -> None:
     ):
         with pytest.raises(ConfigError):
             SimulatedFleet(setup, workload)
-    with pytest.raises(ConfigError):
-        MultiTurn(users=0)
-
-
-def test_a_sample_has_the_same_load_on_each_node() -> None:
-    talks = MultiTurn(users=1000, qps=50.0)
-    part, nodes = part_of(talks, 100, 0.05, "prefix")
-    assert (part.users, nodes) == (50, 5)
-    assert part.gap_s == pytest.approx(talks.gap_s)
-    for share, route in ((0.0, "prefix"), (1.5, "prefix"), (1e-5, "prefix"), (0.1, "random")):
-        with pytest.raises(ConfigError):
-            part_of(talks, 100, share, route)
-
-
-def test_the_interval_is_students() -> None:
-    found = interval_of([1.0, 2.0, 3.0, 4.0])
-    assert found.mean == 2.5
-    # Standard deviation sqrt(5 / 3), over sqrt(4), times 3.182.
-    assert found.error == pytest.approx(2.0540, abs=1e-3)
 
 
 def returning_users(users: int, seed: int) -> Workload:

@@ -80,13 +80,18 @@ def simulate(workload: Workload) -> Findings:
 
 @pytest.mark.slow
 def test_the_same_hits_and_bytes_as_the_real_tier(seed: int, tmp_path: Path) -> None:
-    workload = returning_users(seed)
-    real, uploaded = replay(workload, tmp_path / "bucket")
-    flows = {flow.tier: flow for flow in simulate(workload).tiers}
-    simulated = {name: flow.tokens_hit // TOKENS for name, flow in flows.items()}
-    total = sum(real.values())
-    assert sum(simulated.values()) == total
-    # Which blocks leave memory is learnt, and what is learnt at which moment differs a little.
-    assert simulated["dram"] == pytest.approx(real["dram"], abs=0.03 * total)
-    assert flows["object"].bytes_read == simulated["object"] * BLOCK_BYTES
-    assert flows["object"].bytes_written == uploaded
+    """Eviction learns, and not at the same moments: one replay has up to 6 % other hits in memory,
+    six together are within 2 %.
+    """
+    real_hits = simulated_hits = total = 0
+    for number in range(6):
+        workload = returning_users(seed + number)
+        real, uploaded = replay(workload, tmp_path / f"bucket-{number}")
+        flows = {flow.tier: flow for flow in simulate(workload).tiers}
+        simulated = {name: flow.tokens_hit // TOKENS for name, flow in flows.items()}
+        assert sum(simulated.values()) == sum(real.values())
+        assert flows["object"].bytes_read == simulated["object"] * BLOCK_BYTES
+        assert flows["object"].bytes_written == uploaded
+        real_hits, simulated_hits = real_hits + real["dram"], simulated_hits + simulated["dram"]
+        total += sum(real.values())
+    assert simulated_hits == pytest.approx(real_hits, abs=0.02 * total)

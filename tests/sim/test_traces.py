@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.errors import TraceError
-from kvdepot.sim.traces.agent_sessions import Replay
-from kvdepot.sim.traces.formats import read_trace
-from kvdepot.sim.traces.trace_file import BadLines
+from kvdepot.sim.traces import BadLines, Replay, read_trace
 from kvdepot.sim.workload import Workload
 
 
@@ -86,17 +84,6 @@ def test_a_damaged_archive_is_an_error_of_ours(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(TraceError, match="cannot be read"):
         read_trace(path)
-
-
-def test_azure_lengths_share_nothing(tmp_path: Path) -> None:
-    head = "TIMESTAMP,ContextTokens,GeneratedTokens"
-    rows = ["2023-11-16 18:17:03.9799600,600,10", "2023-11-16 18:17:04.4799600,512,8"]
-    workload = read_trace(write(tmp_path / "a.csv", head, *rows))
-    assert blocks(workload) == [[0, 1], [2]]
-    assert workload.arrivals_s == [0.0, 0.5]
-    for bad in ("2023-11-16 18:17:03,x,1", "now,1,1", "1,2", "2023-11-16 18:17:03,-5,1"):
-        with pytest.raises(TraceError, match="line 3"):
-            read_trace(write(tmp_path / "a.csv", head, rows[0], bad))
 
 
 def test_a_recording_has_full_blocks_only(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_comparison_that_matches_changes_nothing(tmp_path: Path) -> None:
         put(store, keys)
         store.audits.report(finding(keys[0]))
         assert len(store.match(keys)) == 4
-        assert store.audits.known()["compared"] == 1
+        assert store.audits.list()["compared"] == 1
         assert not alerts(store.stats())
 
 
@@ -55,12 +55,12 @@ class TestQuarantine:
         put(store, keys)
         store.audits.report(failed(keys[0]))
         assert len(store.match(keys)) == 0
-        assert len(store.peek(keys)) == 0
+        assert len(store.routing.match(keys)) == 0
         with store.lease(keys) as lease:
             assert len(lease) == 0
         assert tiers(store, keys) == [None] * 4
-        assert store.hint(keys, 1.0).wanted == 0
-        assert store.hint_described(keys, 1.0).wanted == 0
+        assert store.prefetch(keys, 1.0).wanted == 0
+        assert store.routing.prefetch(keys, 1.0).wanted == 0
         assert put(store, prompt(space_of(store), 2, 2)) == [PutResult.REFUSED] * 2
         with store.reserve(prompt(space_of(store), 3, 2)) as slots:
             assert slots.outcomes == [PutResult.REFUSED] * 2
@@ -88,7 +88,7 @@ class TestQuarantine:
         assert values(stats)["kvdepot_quarantined_namespaces"] == 1
         (alert,) = [one for one in alerts(stats) if "quarantine" in one.what]
         assert alert.level == "bad"
-        (one,) = store.audits.known()["quarantined"]
+        (one,) = store.audits.list()["quarantined"]
         assert (one["made_by"], one["found_by"]) == ("engine 1, kernels A", "engine 2")
         assert one["namespace"] == space.tag.hex()
         assert "model" not in json.dumps(stats["audit"])
@@ -106,7 +106,7 @@ class TestQuarantine:
         put(store, keys)
         store.audits.report(failed(keys[0]))
         assert store.audits.purge(keys[0][:8].hex()) == 4
-        assert store.audits.known()["quarantined"] == []
+        assert store.audits.list()["quarantined"] == []
         assert tiers(store, keys) == [None] * 4
         assert put(store, keys) == [PutResult.STORED] * 4
 
@@ -132,13 +132,13 @@ class TestAfterARestart:
             store.audits.report(failed(keys[0]))
         with opened(tmp_path) as store:
             space_of(store)
-            (one,) = store.audits.known()["quarantined"]
+            (one,) = store.audits.list()["quarantined"]
             assert one["model"] == "contract"
             assert len(store.match(keys)) == 0
             assert store.audits.lift(one["namespace"])
         with opened(tmp_path) as store:
             space_of(store)
-            assert store.audits.known()["quarantined"] == []
+            assert store.audits.list()["quarantined"] == []
             assert tiers(store, keys) == ["ssd"] * 4
 
     def test_a_purge_is_one(self, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ class TestAfterARestart:
         with opened(tmp_path) as store:
             space_of(store)
             assert len(store.match(keys)) == 0
-            assert not store.audits.known()["quarantined"]
+            assert not store.audits.list()["quarantined"]
 
     def test_producers_of_blocks_on_disk(self, tmp_path: Path) -> None:
         with opened(tmp_path) as store:
@@ -168,12 +168,12 @@ class TestAfterARestart:
         with opened(tmp_path) as store:
             keys = prompt(space_of(store), 1, 4)
             put(store, keys)
-            store.session("chat", keys)
+            store.sessions.name("chat", keys)
             store.audits.report(failed(keys[0]))
             assert store.flush(WAIT_S)
         with opened(tmp_path) as store:
-            assert [one["name"] for one in store.sessions.known()] == ["chat"]
-            assert store.audits.known()["quarantined"]
+            assert [one["name"] for one in store.sessions.list()] == ["chat"]
+            assert store.audits.list()["quarantined"]
 
     def test_a_quarantine_whose_text_is_damaged_counts(self, tmp_path: Path) -> None:
         with opened(tmp_path) as store:
@@ -185,7 +185,7 @@ class TestAfterARestart:
             assert store.flush(WAIT_S)
         with opened(tmp_path) as store:
             space_of(store)
-            assert len(store.audits.known()["quarantined"]) == 1
+            assert len(store.audits.list()["quarantined"]) == 1
             assert not store.match(keys)
 
 
@@ -218,7 +218,7 @@ class TestDrives:
 
     @staticmethod
     def quarantined(store: Store) -> set[str]:
-        return {one["namespace"] for one in store.audits.known()["quarantined"]}
+        return {one["namespace"] for one in store.audits.list()["quarantined"]}
 
     def test_every_quarantine_counts_that_none_has_lifted(self, tmp_path: Path) -> None:
         with self.two(tmp_path) as store:
@@ -237,11 +237,11 @@ class TestDrives:
 
     def test_what_only_a_drive_that_goes_knows_is_told_to_the_others(self, tmp_path: Path) -> None:
         with self.two(tmp_path) as store:
-            assert store.check().ok
+            assert store.admin.check().ok
         with self.without(tmp_path, "b") as store:
             named = self.quarantine(store, "of a")
         with self.two(tmp_path) as store:
-            store.drain_drive("ssd", tmp_path / "a" / "kv")
+            store.volumes.drain("ssd", tmp_path / "a" / "kv")
         ssd = {"path": str(tmp_path / "b" / "kv"), "capacity": 2 << 20, "segment": 256 << 10}
         with opened(tmp_path, ssd=ssd) as store:
             assert self.quarantined(store) == {named}
@@ -251,7 +251,7 @@ def test_producers_are_bounded(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         for number in range(100):
             store.audits.producer(f"engine {number}")
-        known = store.audits.known()["producers"]
+        known = store.audits.list()["producers"]
         assert len(known) == 64
         assert known[-1]["text"] == "engine 99"
 

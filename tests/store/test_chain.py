@@ -36,7 +36,7 @@ class TestRecovery:
             assert store.match(second).tiers == ("hdd",) * 6
             assert store.stats()["tiers"]["ssd"]["blocks"] == 6
             assert store.stats()["tiers"]["hdd"]["blocks"] == 8, "two lie in both"
-            assert store.check().ok
+            assert store.admin.check().ok
             assert tiers(store, second + first) == ["hdd"] * 6 + ["ssd"] * 6
             assert tiers(store, second + first) == ["dram"] * 12
 
@@ -48,7 +48,7 @@ class TestRecovery:
             assert len(store.match(first)) == len(store.match(second)) == 0
         with kvdepot.open(**settings(tmp_path)) as store:
             assert store.match(first[:1]).tiers == store.match(second[:1]).tiers == ()
-            assert store.check().ok
+            assert store.admin.check().ok
 
 
 class TestReading:
@@ -100,7 +100,7 @@ def test_a_store_may_have_hard_drives_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hdd", "path", "reason"),
     [
-        ({"path": "/a", "capacity": "9GiB"}, "hdd.path", "ssd.path has too"),
+        ({"path": "/a", "capacity": "9GiB"}, "hdd.path", "also in ssd.path"),
         ({"path": "/b", "capacity": "1MiB"}, "hdd.capacity", "less than 3 segments"),
         ({"path": "/b", "capacity": "9GiB", "run": 0}, "hdd.run", "at least"),
         ({"path": "/b", "capacity": "9GiB", "io_depth": 0}, "hdd.io_depth", "between"),

@@ -84,11 +84,11 @@ def test_no_io_under_the_lock(tmp_path: Path) -> None:
         for keys in everything[::3]:
             tiers(store, keys)
         store.remove(everything[0])
-        store.remove_namespace(space_of(store, "another"))
-        store.add_drive("ssd", tmp_path / "ssd-new")
-        store.drain_drive("ssd", tmp_path / "ssd0")
-        store.resize("hdd", "8MiB")
-        assert store.check().ok
+        store.remove(namespace=space_of(store, "another"))
+        store.volumes.add("ssd", tmp_path / "ssd-new")
+        store.volumes.drain("ssd", tmp_path / "ssd0")
+        store.volumes.resize("hdd", "8MiB")
+        assert store.admin.check().ok
         before = files.calls
         fill(store, 60)
         assert store.flush() and files.calls > before
@@ -112,7 +112,7 @@ def test_lookups_go_on_while_a_drain_gives_its_segments_back(tmp_path: Path) -> 
             return False
 
         files.held = look_up
-        store.drain_drive("ssd", tmp_path / "ssd0")
+        store.volumes.drain("ssd", tmp_path / "ssd0")
         files.held = bool
         assert answered and set(answered) == {len(keys)}
 
@@ -139,7 +139,7 @@ def test_many_drives_need_few_threads(tmp_path: Path) -> None:
         ]
         for reader in readers:
             reader.start()
-        store.hint(everything[0], 10.0)
+        store.prefetch(everything[0], 10.0)
         for reader in readers:
             reader.join()
         stop.set()

@@ -11,7 +11,7 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.keys import Keys
 from kvdepot.core.volume import TIER_NAMES
 from kvdepot.index.catalog import Catalog
-from kvdepot.store.access import Caller
+from kvdepot.store.engine import Caller
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, small, space_of

@@ -40,7 +40,7 @@ def test_the_highest_bit_of_the_chunk_size(store: Store) -> None:
     (key,) = prompt(space_of(store), 1, 1)
     assert all(put(store, [key]))
     head_of(store, key)[CHUNK_BYTES_AT + 7] ^= 0x80
-    assert not store.check(deep=True).ok
+    assert not store.admin.check(deep=True).ok
 
 
 def test_every_bit_of_the_fields(store: Store) -> None:
@@ -50,7 +50,7 @@ def test_every_bit_of_the_fields(store: Store) -> None:
         assert all(put(store, [key]))
         head = head_of(store, key)
         head[bit // 8] ^= 1 << bit % 8
-        store.check(deep=True)
+        store.admin.check(deep=True)
         tiers(store, [key])  # looks at every byte of a hit
         store.remove([key])
 

@@ -14,7 +14,9 @@ from tests.support.small_store import prompt, put, space_of, tiers
 
 import kvdepot
 from kvdepot.io.files import Files
-from kvdepot.native import protocol
+from kvdepot.native import PendingOps
+from kvdepot.store.state import state as state_module
+from kvdepot.store.state.state import StoreLock
 
 PACKAGE = str(Path(kvdepot.__file__).parent)
 ATTRIBUTE = re.compile(r"self\.(\w+)")
@@ -140,6 +142,33 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[LockOrder]:
     seen = LockOrder()
     monkeypatch.setattr(threading, "Lock", seen.factory(threading.Lock, Watched))
     monkeypatch.setattr(threading, "RLock", seen.factory(threading.RLock, WatchedR))
+
+    class WatchedStoreLock(StoreLock):  # type: ignore[misc]
+        """The store's lock, which is a lock itself."""
+
+        def __init__(self) -> None:
+            self.noted = WatchedR(super(), STORE, seen)
+            super().__init__()
+
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+            return self.noted.acquire(blocking, timeout)
+
+        def release(self) -> None:
+            self.noted.release()
+
+        def __enter__(self) -> bool:  # type: ignore[override]
+            return self.noted.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.noted.release()
+
+        def _release_save(self) -> Any:
+            return self.noted._release_save()
+
+        def _acquire_restore(self, saved: Any) -> None:
+            self.noted._acquire_restore(saved)
+
+    monkeypatch.setattr(state_module, "StoreLock", WatchedStoreLock)
     yield seen
 
 
@@ -149,7 +178,7 @@ def test_locks_are_taken_in_order_and_io_is_done_without_the_stores(
     under: list[str] = []
     run = Files.run
 
-    def watched(self: Files, *args: Any, **named: Any) -> protocol.PendingOps | None:
+    def watched(self: Files, *args: Any, **named: Any) -> PendingOps | None:
         under.extend(lock.name for lock in order.held() if lock.name == STORE)
         return run(self, *args, **named)
 
@@ -170,10 +199,10 @@ def test_locks_are_taken_in_order_and_io_is_done_without_the_stores(
         tiers(store, prompt(space, number, 10))
     with store.lease(prompt(space, 38, 10)):
         store.remove(prompt(space, 38, 10))
-        store.drain_drive("ssd", drives[0])
-    store.hint(prompt(space, 1, 10), 5.0).wait(5.0)
-    store.resize("ssd", "2MiB")
-    assert store.check().ok
+        store.volumes.drain("ssd", drives[0])
+    store.prefetch(prompt(space, 1, 10), 5.0).wait(5.0)
+    store.volumes.resize("ssd", "2MiB")
+    assert store.admin.check().ok
     store.close()
     assert not under, "I/O with the store's lock held"
     known = ranks()

@@ -17,8 +17,8 @@ import kvdepot
 from kvdepot.core.first_token import FirstToken, Reason
 from kvdepot.core.keys import as_words
 from kvdepot.daemon.http.exposition import render
-from kvdepot.store.access import Caller
 from kvdepot.store.alerts import alerts
+from kvdepot.store.engine import Caller
 from kvdepot.store.events import FirstTokenReported, Took
 from kvdepot.store.metrics import METRICS, values
 from kvdepot.store.observers.activity import Activity
@@ -83,7 +83,7 @@ def test_a_known_workload_gives_these_numbers(tmp_path: Path) -> None:
         assert tiers(store, keys) == ["dram"] * 6
         assert tiers(store, other) == [None] * 3
         assert store.flush()
-        store.session("chat", keys)
+        store.sessions.name("chat", keys)
         text = kvdepot.metrics(store)
         found = values(store.stats())
     assert sample(leased, "kvdepot_leased_blocks") == 5
@@ -147,13 +147,13 @@ def test_what_comes_from_drives_leaves_and_is_removed(tmp_path: Path) -> None:
     assert sample(text, "kvdepot_read_duration_seconds_count", tier="ssd") >= 1
 
 
-def test_contracts_granted_refused_ended_and_missing(tmp_path: Path) -> None:
+def test_pins_granted_refused_ended_and_missing(tmp_path: Path) -> None:
     made = settings(tmp_path, ssd={**small(tmp_path / "kv")["ssd"], "capacity": 4 << 20})
     with kvdepot.open(**made) as store:
         for number, name in enumerate("abc"):
             keys = prompt(space_of(store), number, 4)
             put(store, keys)
-            store.session(name, keys)
+            store.sessions.name(name, keys)
         for name in "abc":
             assert store.sessions.pin(name)
         assert store.sessions.pin("c", for_s=60), "in the place of the one it had"
@@ -161,20 +161,20 @@ def test_contracts_granted_refused_ended_and_missing(tmp_path: Path) -> None:
         assert store.sessions.unpin("b") == 1
         before = values(store.stats())
         assert store.remove(prompt(space_of(store), 0, 4)[3:]) == 1
-        assert store.sessions.unpin("c") == 1, "contracts are counted again"
+        assert store.sessions.unpin("c") == 1, "pins are counted again"
         after = values(store.stats())
     record_bytes = 4096 + -(-BLOCK_BYTES // 4096) * 4096
     told = {
-        "kvdepot_contracts": 2,
-        'kvdepot_contract_events_total{event="granted"}': 4,
-        'kvdepot_contract_events_total{event="refused"}': 1,
-        'kvdepot_contract_events_total{event="ended"}': 1,
-        "kvdepot_contract_blocks": 8,
-        "kvdepot_contract_bytes": 8 * record_bytes,
-        "kvdepot_contract_missing_blocks": 0,
+        "kvdepot_pins": 2,
+        'kvdepot_pin_events_total{event="granted"}': 4,
+        'kvdepot_pin_events_total{event="refused"}': 1,
+        'kvdepot_pin_events_total{event="ended"}': 1,
+        "kvdepot_pinned_blocks": 8,
+        "kvdepot_pinned_bytes": 8 * record_bytes,
+        "kvdepot_pinned_missing_blocks": 0,
     }
     assert {name: before[name] for name in told} == told
-    assert after["kvdepot_contract_missing_blocks"] == 1
+    assert after["kvdepot_pinned_missing_blocks"] == 1
 
 
 def test_what_a_drain_drops_is_told_apart(tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_every_metric_has_values_somewhere(tmp_path: Path) -> None:
         tiers(store, keys)
         with store.reserve(prompt(space_of(store), 7, 1)):
             pass
-        assert store.sessions.ledger()["tenants"]
-        store.report_first_token(FirstToken(100, 80, 0.5, 0.4, 2.0, Reason.FETCH))
+        assert store.admin.ledger()["tenants"]
+        store.admin.report_first_token(FirstToken(100, 80, 0.5, 0.4, 2.0, Reason.FETCH))
         told = {"events": {"stored": 3, "blocks": 3}}
         stats = {**store.stats(), "daemon": DAEMON, "site": SITE, **told}
         store.inspect().state.events.took("request", 0.001, "match")
@@ -277,9 +277,9 @@ def test_the_latest_decisions_are_few() -> None:
 def test_a_first_token_that_cannot_be_is_refused(seconds: float, tmp_path: Path) -> None:
     with kvdepot.open(**small(tmp_path / "kv")) as store:
         with pytest.raises(kvdepot.ConfigError, match="first token"):
-            store.report_first_token(FirstToken(5, 5, seconds, 1.0, 1.0, Reason.FETCH))
+            store.admin.report_first_token(FirstToken(5, 5, seconds, 1.0, 1.0, Reason.FETCH))
         with pytest.raises(kvdepot.ConfigError, match="6 of 5"):
-            store.report_first_token(FirstToken(5, 6, 1.0, 1.0, 1.0, Reason.FETCH))
+            store.admin.report_first_token(FirstToken(5, 6, 1.0, 1.0, 1.0, Reason.FETCH))
         assert store.stats()["first_tokens"]["latest"] == []
 
 

@@ -155,7 +155,7 @@ def test_who_knows_a_session_tells_the_node_of_the_hint(
     first, second = stores("a"), stores("b")
     keys = keys_for(first)
     put(first, keys)
-    first.session("chat 7", keys)
+    first.sessions.name("chat 7", keys)
     assert first.flush()
     sent(broker, HintMessage("b", 60.0, session="chat 7", tenant="another"))
     sent(broker, HintMessage("b", 60.0, session="chat 7"))
@@ -176,7 +176,7 @@ def test_nonsense_is_refused_and_counted(stores: OpenStore, broker: NatsBroker) 
     until(lambda: counted(store, "received", "messages") == 7)
     until(lambda: counted(store, "refused", "messages") == 6)
     assert tiers(store, keys) == ["dram"] * 6
-    assert store.check().ok
+    assert store.admin.check().ok
 
 
 def test_other_sites_are_not_heard(stores: OpenStore, broker: NatsBroker) -> None:

@@ -32,6 +32,7 @@ from kvdepot.errors import LeaseError, StoreClosedError
 from kvdepot.store.open import assemble
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
 from kvdepot.testing.images import payload_for
+from kvdepot.testing.store_contract import touch
 
 
 @pytest.mark.usefixtures("embedded_or_attached")
@@ -49,7 +50,7 @@ class TestPutAndGet:
             keys = prompt(space_of(store), 1, 8)
             assert store.match(keys).tiers == ("ssd",) * 8
             assert tiers(store, keys) == ["ssd"] * 8
-            assert store.check()
+            assert store.admin.check()
 
     def test_a_hit_on_disk_brings_the_block_to_memory(self, tmp_path: Path) -> None:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
@@ -75,7 +76,7 @@ class TestPutAndGet:
             keys = prompt(space_of(store), 1, 40)
             put(store, keys[::2])
             assert tiers(store, keys) == ["dram", None] * 20
-            assert store.get(keys[1], bytearray(BLOCK)).reason == "absent"
+            assert store.get_many([keys[1]], [bytearray(BLOCK)])[0].reason == "absent"
             assert len(store.match(keys)) == 1
             assert store.get_many([], []) == []
             assert store.put_many([], []) == []
@@ -103,8 +104,8 @@ class TestPutAndGet:
         target: Any = np.zeros(BLOCK // 4, np.float32) if kind == "numpy" else bytearray(BLOCK)
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
             key = prompt(space_of(store), 1, 1)[0]
-            assert store.put(key, given)
-            assert store.get(key, target)
+            assert store.put_many([key], [given])[0]
+            assert store.get_many([key], [target])[0]
             assert bytes(target) == payload
 
     @pytest.mark.parametrize("offset", [1, 7, 4095])
@@ -112,11 +113,14 @@ class TestPutAndGet:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
             key = prompt(space_of(store), 1, 1)[0]
             source = bytes(offset) + payload_for(key, BLOCK)
-            assert store.put(key, memoryview(source)[offset:])
+            assert store.put_many([key], [memoryview(source)[offset:]])[0]
             store.flush()
             for tier in ("dram", "ssd"):
                 target = bytearray(b"\xee" * (offset + BLOCK + 9))
-                assert store.get(key, memoryview(target)[offset : offset + BLOCK]).tier == tier
+                assert (
+                    store.get_many([key], [memoryview(target)[offset : offset + BLOCK]])[0].tier
+                    == tier
+                )
                 expected = b"\xee" * offset + payload_for(key, BLOCK) + b"\xee" * 9
                 assert bytes(target) == expected
                 if tier == "dram":
@@ -128,7 +132,7 @@ class TestPutAndGet:
             assert all(put(store, keys))
             assert tiers(store, keys) == ["dram"] * 8
             assert store.flush().complete
-            assert store.check()
+            assert store.admin.check()
             assert "ssd" not in store.stats()["tiers"]
 
 
@@ -146,7 +150,7 @@ class TestLayers:
             space = store.namespace(model="m", layout=self.LAYOUT)
             key = space.keys(range(TOKENS))[0]
             payload = payload_for(key, space.block_bytes)
-            assert store.put(key, payload)
+            assert store.put_many([key], [payload])[0]
             self.check_ranges(store, key, payload, "dram")
             store.flush()
         with kvdepot.open(**options) as store:
@@ -159,7 +163,7 @@ class TestLayers:
         for start in range(5):
             for stop in range(start + 1, 6):
                 target = bytearray((stop - start) * 30001)
-                answer = store.get(key, target, layers=range(start, stop))
+                answer = store.get_many([key], [target], layers=range(start, stop))[0]
                 assert answer.tier == tier
                 assert bytes(target) == payload[start * 30001 : stop * 30001]
 
@@ -174,7 +178,7 @@ class TestLayers:
             assert all(store.get_many(keys, parts, layers=range(1, 3)))
             for key, part in zip(keys, parts, strict=True):
                 whole = bytearray(space.block_bytes)
-                assert store.get(key, whole)
+                assert store.get_many([key], [whole])[0]
                 assert bytes(whole) == payload_for(key, space.block_bytes)
                 assert part == whole[30001 : 3 * 30001]
 
@@ -189,7 +193,7 @@ class TestEviction:
             for _ in range(60):
                 keys = rng.choice(prompts)[: rng.randrange(1, 26)]
                 if rng.random() < 0.5:
-                    store.touch(keys)
+                    touch(store, keys)
                 else:
                     put(store, keys)
                 for other in prompts:
@@ -203,7 +207,7 @@ class TestEviction:
             first, second = prompt(space, 1, 10), prompt(space, 2, 10)
             put(store, first)
             put(store, second)
-            assert store.touch(first) == 10
+            assert touch(store, first) == 10
             flood(store, space, IN_DRAM - 10)
             assert len(store.match(first)) == 10
             assert len(store.match(second)) < 10
@@ -231,7 +235,7 @@ class TestEviction:
             stats = store.stats()
             assert stats["leased"] == 0
             assert stats["counters"]["reclaimed_segments"] > 0
-            assert store.check()
+            assert store.admin.check()
 
     def test_leased_blocks_survive_on_disk_while_it_is_overwritten_twice(
         self, tmp_path: Path
@@ -249,7 +253,7 @@ class TestEviction:
                 assert tiers(store, keys) == ["ssd"] * 20
             flood(store, space, 5 * DISK // RECORD, first=9000)
             assert len(store.match(keys)) < 20, "without the lease they go"
-            assert store.check()
+            assert store.admin.check()
 
     def test_disk_use_stays_within_its_capacity(self, tmp_path: Path) -> None:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
@@ -295,7 +299,7 @@ class TestThrottle:
             assert store.flush(0.05).waiting == len(keys) + 3
             files.clear()
             assert store.flush()
-            assert store.check()
+            assert store.admin.check()
         with kvdepot.open(**options) as store:
             space_of(store)
             assert tiers(store, keys + late) == ["ssd"] * (len(keys) + 3)
@@ -385,18 +389,18 @@ class TestClose:
         key = prompt(space, 1, 1)[0]
         store.close()
         calls: list[Callable[[], object]] = [
-            lambda: store.put(key, bytes(BLOCK)),
+            lambda: store.put_many([key], [bytes(BLOCK)])[0],
             lambda: store.put_many([key], [bytes(BLOCK)]),
-            lambda: store.get(key, bytearray(BLOCK)),
+            lambda: store.get_many([key], [bytearray(BLOCK)])[0],
             lambda: store.get_many([key], [bytearray(BLOCK)]),
             lambda: store.match([key]),
             lambda: store.lease([key]),
-            lambda: store.touch([key]),
+            lambda: touch(store, [key]),
             lambda: store.remove(key),
-            lambda: store.remove_namespace(space),
+            lambda: store.remove(namespace=space),
             lambda: space_of(store),
             store.flush,
-            store.check,
+            store.admin.check,
             store.stats,
         ]
         for call in calls:
@@ -436,5 +440,5 @@ def test_stats_tell_what_happened(tmp_path: Path) -> None:
         assert stats["tiers"]["dram"]["used_bytes"] == 9 * RECORD
         assert stats["tiers"]["ssd"]["used_bytes"] == 9 * RECORD
         assert (stats["leased"], stats["dirty_bytes"], stats["staging_bytes"]) == (0, 0, 0)
-        report = store.check()
+        report = store.admin.check()
         assert (report.ok, report.blocks, report.nbytes) == (True, 9, 9 * BLOCK)

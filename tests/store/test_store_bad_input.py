@@ -14,6 +14,7 @@ import pytest
 
 import kvdepot
 from kvdepot.core.depot import NamespaceHandle
+from kvdepot.depot import check_block_bytes
 from kvdepot.errors import (
     BadBufferError,
     ConfigError,
@@ -22,8 +23,8 @@ from kvdepot.errors import (
     LeaseError,
     StoreClosedError,
 )
-from kvdepot.format.requests import check_block_bytes
 from kvdepot.testing.images import payload_for
+from kvdepot.testing.store_contract import touch
 
 BLOCK = 16384
 LAYOUT = kvdepot.KVLayout.opaque(BLOCK, 16, 4)
@@ -53,16 +54,16 @@ class Corner:
         """Nothing was lost, nothing was added, nothing is held."""
         for key in self.keys:
             target = bytearray(BLOCK)
-            assert self.store.get(key, target)
+            assert self.store.get_many([key], [target])[0]
             assert bytes(target) == payload_for(key, BLOCK)
         assert self.store.flush()
         stats = self.store.stats()
         assert stats["blocks"] == 10
         assert (stats["leased"], stats["dirty_bytes"], stats["staging_bytes"]) == (0, 0, 0)
-        assert self.store.check()
+        assert self.store.admin.check()
         key = self.fresh[0]
-        assert self.store.put(key, payload_for(key, BLOCK)) is kvdepot.PutResult.STORED
-        assert self.store.get(key, self.target)
+        assert self.store.put_many([key], [payload_for(key, BLOCK)])[0] is kvdepot.PutResult.STORED
+        assert self.store.get_many([key], [self.target])[0]
 
 
 @pytest.fixture
@@ -78,11 +79,11 @@ class TestBuffers:
     @pytest.mark.parametrize("nbytes", [0, 1, BLOCK - 1, BLOCK + 1, 2 * BLOCK])
     def test_of_the_wrong_size(self, corner: Corner, nbytes: int) -> None:
         with pytest.raises(BadBufferError, match=rf"{BLOCK} bytes.* {nbytes}"):
-            corner.store.put(corner.fresh[0], bytes(nbytes))
+            corner.store.put_many([corner.fresh[0]], [bytes(nbytes)])[0]
         with pytest.raises(BadBufferError, match=rf"{BLOCK} bytes.* {nbytes}"):
-            corner.store.get(corner.keys[0], bytearray(nbytes))
+            corner.store.get_many([corner.keys[0]], [bytearray(nbytes)])[0]
         with pytest.raises(BadBufferError, match=rf"{BLOCK // 4} bytes.* {nbytes}"):
-            corner.store.get(corner.keys[0], bytearray(nbytes), layers=range(1, 2))
+            corner.store.get_many([corner.keys[0]], [bytearray(nbytes)], layers=range(1, 2))[0]
 
     def test_a_read_only_target(self, corner: Corner) -> None:
         frozen = np.zeros(BLOCK, np.uint8)
@@ -90,23 +91,23 @@ class TestBuffers:
         targets: list[Any] = [bytes(BLOCK), memoryview(bytes(BLOCK)), frozen]
         for target in targets:
             with pytest.raises(BadBufferError, match="read-only"):
-                corner.store.get(corner.keys[0], target)
+                corner.store.get_many([corner.keys[0]], [target])[0]
 
     def test_with_gaps(self, corner: Corner) -> None:
         wide = np.zeros((2, BLOCK), np.uint8)
         buffers: list[Any] = [wide.reshape(-1)[::2], memoryview(bytearray(2 * BLOCK))[::2]]
         for buffer in buffers:
             with pytest.raises(BadBufferError, match="contiguous"):
-                corner.store.put(corner.fresh[0], buffer)
+                corner.store.put_many([corner.fresh[0]], [buffer])[0]
             with pytest.raises(BadBufferError, match="contiguous"):
-                corner.store.get(corner.keys[0], buffer)
+                corner.store.get_many([corner.keys[0]], [buffer])[0]
 
     @pytest.mark.parametrize("thing", [None, "text", 5, [1, 2], object()])
     def test_that_are_none(self, corner: Corner, thing: Any) -> None:
         with pytest.raises(BadBufferError, match=type(thing).__name__):
-            corner.store.put(corner.fresh[0], thing)
+            corner.store.put_many([corner.fresh[0]], [thing])[0]
         with pytest.raises(BadBufferError, match=type(thing).__name__):
-            corner.store.get(corner.keys[0], thing)
+            corner.store.get_many([corner.keys[0]], [thing])[0]
 
     def test_more_or_fewer_than_keys(self, corner: Corner) -> None:
         with pytest.raises(BadBufferError, match="2 keys but 1"):
@@ -143,7 +144,7 @@ class TestBuffers:
             assert all(store.put_many(keys, Lazy(keys)))
             for key in keys:
                 target = bytearray(BLOCK)
-                assert store.get(key, target)
+                assert store.get_many([key], [target])[0]
                 assert bytes(target) == payload_for(key, BLOCK)
 
 
@@ -173,11 +174,11 @@ class TestKeys:
         calls: list[Callable[[], object]] = [
             lambda: store.match([thing]),
             lambda: store.lease([thing]),
-            lambda: store.touch([thing]),
+            lambda: touch(store, [thing]),
             lambda: store.remove([thing]),
-            lambda: store.get(thing, bytearray(BLOCK)),
+            lambda: store.get_many([thing], [bytearray(BLOCK)])[0],
             lambda: store.get_many([*corner.keys, thing] * 2, [bytearray(BLOCK)] * 22),
-            lambda: store.put(thing, bytes(BLOCK)),
+            lambda: store.put_many([thing], [bytes(BLOCK)])[0],
         ]
         for call in calls:
             with pytest.raises(KeyFormatError, match="key"):
@@ -187,8 +188,8 @@ class TestKeys:
         with kvdepot.open(dram="2MiB") as other:
             stranger = other.namespace(model="other", layout=LAYOUT).keys(range(16))[0]
         for call in (
-            lambda: corner.store.put(stranger, bytes(BLOCK)),
-            lambda: corner.store.get(stranger, bytearray(BLOCK)),
+            lambda: corner.store.put_many([stranger], [bytes(BLOCK)])[0],
+            lambda: corner.store.get_many([stranger], [bytearray(BLOCK)])[0],
         ):
             with pytest.raises(KeyFormatError, match="namespace") as caught:
                 call()
@@ -201,16 +202,16 @@ class TestLayers:
     @pytest.mark.parametrize("layers", [range(0), range(-1, 2), range(3, 5), range(2, 1)])
     def test_out_of_range(self, corner: Corner, layers: range) -> None:
         with pytest.raises(KVDepotError, match="layer"):
-            corner.store.get(corner.keys[0], bytearray(BLOCK), layers=layers)
+            corner.store.get_many([corner.keys[0]], [bytearray(BLOCK)], layers=layers)[0]
 
     def test_with_steps(self, corner: Corner) -> None:
         with pytest.raises(KVDepotError, match="consecutive"):
-            corner.store.get(corner.keys[0], bytearray(BLOCK), layers=range(0, 4, 2))
+            corner.store.get_many([corner.keys[0]], [bytearray(BLOCK)], layers=range(0, 4, 2))[0]
 
     @pytest.mark.parametrize("layers", [(0, 2), 1, [0, 1]])
     def test_that_are_no_range(self, corner: Corner, layers: Any) -> None:
         with pytest.raises(KVDepotError, match="layers"):
-            corner.store.get(corner.keys[0], bytearray(BLOCK), layers=layers)
+            corner.store.get_many([corner.keys[0]], [bytearray(BLOCK)], layers=layers)[0]
 
 
 class TestLease:

@@ -55,7 +55,7 @@ def test_memory_comes_first_then_the_disk(tmp_path: Path) -> None:
     with assemble(config(tmp_path / "kv")) as store:
         space_of(store)
         target = bytearray(BLOCK_BYTES)
-        assert store.get(keys[4], target)
+        assert store.get_many([keys[4]], [target])[0]
         sink = Collector()
         with store.lease(keys) as lease:
             answers = lease.deliver(sink)
@@ -75,7 +75,7 @@ def test_a_failing_disk_costs_only_what_is_on_it(tmp_path: Path) -> None:
     with assemble(config(tmp_path / "kv"), files=files) as store:
         space_of(store)
         target = bytearray(BLOCK_BYTES)
-        assert store.get(keys[0], target)
+        assert store.get_many([keys[0]], [target])[0]
         with store.lease(keys) as lease:
             files.add(Fault(Call.RUN_READ, Fail(errno.EIO), times=None))
             sink = Collector()

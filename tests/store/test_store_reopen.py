@@ -52,7 +52,7 @@ class TestRemoval:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
             space_of(store)
             assert tiers(store, keys) == expected
-            assert store.check()
+            assert store.admin.check()
 
     def test_a_block_put_again_after_its_removal_stays(self, tmp_path: Path) -> None:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
@@ -86,7 +86,7 @@ class TestRemoval:
             assert tiers(store, keys) == ["dram"] * 3, "the new ones are not the removed ones"
             assert store.flush()
             assert store.stats()["leased"] == 0
-            assert store.check()
+            assert store.admin.check()
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
             space_of(store)
             assert tiers(store, keys) == ["ssd"] * 3
@@ -105,7 +105,7 @@ class TestRemoval:
             removed: list[int] = []
 
             def remove() -> None:
-                removed.append(store.remove_namespace(space) if everything else store.remove(keys))
+                removed.append(store.remove(namespace=space) if everything else store.remove(keys))
 
             remover = threading.Thread(target=remove)
             remover.start()
@@ -117,7 +117,7 @@ class TestRemoval:
             space_of(store)
             assert tiers(store, keys) == [None] * 6
             assert store.stats()["blocks"] == 0
-            assert store.check()
+            assert store.admin.check()
 
     def test_a_namespace_is_removed_for_good_and_others_are_not(self, tmp_path: Path) -> None:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
@@ -126,8 +126,8 @@ class TestRemoval:
             put(store, old)
             put(store, other)
             store.flush()
-            assert store.remove_namespace(gone) == 30
-            assert store.remove_namespace(gone) == 0
+            assert store.remove(namespace=gone) == 30
+            assert store.remove(namespace=gone) == 0
             assert len(store.match(old)) == 0
             assert len(store.match(other)) == 30
             new = prompt(gone, 2, 5)
@@ -140,7 +140,7 @@ class TestRemoval:
                 assert len(store.match(old)) == 2
                 assert tiers(store, new) == ["ssd"] * 5
                 assert tiers(store, other) == ["ssd"] * 30
-                assert store.check()
+                assert store.admin.check()
 
     def test_removals_survive_the_reclaim_of_the_segment_that_noted_them(
         self, tmp_path: Path
@@ -159,7 +159,7 @@ class TestRemoval:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
             space_of(store)
             assert tiers(store, keys)[20:] == [None] * 20
-            assert store.check()
+            assert store.admin.check()
 
 
 def put_payload(key: kvdepot.BlockKey) -> bytes:
@@ -180,11 +180,11 @@ class TestSizesAndPaths:
             assert store.stats()["tiers"]["ssd"]["held_bytes"] <= 6 << 20
             assert tiers(store, prompt(space, 59, 10)) == ["ssd"] * 10
             assert tiers(store, prompt(space, 0, 10)) == [None] * 10
-            assert store.check()
+            assert store.admin.check()
             flood(store, space, 1000)
             assert store.flush()
             assert files_bytes(tmp_path / "kv") <= 6 << 20
-            assert store.check()
+            assert store.admin.check()
 
     def test_a_larger_capacity_is_used(self, tmp_path: Path) -> None:
         with kvdepot.open(**settings(tmp_path / "kv", capacity="4MiB")) as store:
@@ -195,7 +195,7 @@ class TestSizesAndPaths:
             flood(store, space_of(store), 700, first=5000)
             assert store.flush()
             assert store.stats()["tiers"]["ssd"]["blocks"] > 2 * before
-            assert store.check()
+            assert store.admin.check()
 
     def test_two_paths_share_the_blocks(self, tmp_path: Path) -> None:
         paths = [tmp_path / "a", tmp_path / "b"]
@@ -298,7 +298,7 @@ class TestReadOnly:
             assert len(reader.match(keys)) == 3
             flood(reader, space, 2 * IN_DRAM)
             assert not reader.flush()
-            assert reader.check()
+            assert reader.admin.check()
         assert fingerprints(tmp_path / "kv") == before
 
 
@@ -332,7 +332,7 @@ class TestDriveDown:
             stall = files.add(Fault(Call.RUN_WRITE, Stall(), skip=55, times=None))
             put(store, keys)
             assert eventually(lambda: stall.hits > 0)
-            report = store.check(deep=False)
+            report = store.admin.check(deep=False)
             files.clear()
             assert store.flush()
             assert report.findings == []

@@ -22,7 +22,7 @@ def stress(folder: Path, seed: int, threads: int, seconds: float, below: str = "
         assert store.stats()["tiers"]["cxl"]["used_bytes"] <= 2 * DRAM
         check_removed(store, calls.removed)
     with kvdepot.open(**tree) as store:
-        assert store.check()
+        assert store.admin.check()
         check_removed(store, calls.removed)
 
 

@@ -82,14 +82,14 @@ def test_drives_that_fail_in_turn_under_six_threads(tmp_path: Path, seed: int) -
         store.flush()
         assert store.stats()["counters"]["quarantined"] == 0
         assert store.stats()["tiers"]["ssd"]["held_bytes"] <= DISK
-        assert store.check(deep=False).ok
+        assert store.admin.check(deep=False).ok
         assert not any(len(store.match([key])) for key in calls.removed)
     with kvdepot.open(**failing(tmp_path)) as store:
         again = RandomCalls(store, calls.seed)
-        assert store.check()
+        assert store.admin.check()
         assert not any(len(store.match([key])) for key in calls.removed), "it came back"
         for space, keys in again.prompts:
             for key in keys:
                 target = bytearray(space.block_bytes)
-                if store.get(key, target):
+                if store.get_many([key], [target])[0]:
                     assert target == payload_for(key, space.block_bytes)

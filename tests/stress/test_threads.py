@@ -26,12 +26,12 @@ def stress(folder: Path, seed: int, threads: int, seconds: float, below: str = "
         check_removed(store, calls.removed)
     with kvdepot.open(**settings(folder, below)) as store:
         again = RandomCalls(store, seed)
-        assert store.check()
+        assert store.admin.check()
         check_removed(store, calls.removed)
         for space, keys in again.prompts:
             for key in keys:
                 target = bytearray(space.block_bytes)
-                if store.get(key, target):
+                if store.get_many([key], [target])[0]:
                     right = target == payload_for(key, space.block_bytes)
                     check_data(right, f"wrong bytes for {key.hex()}")
         assert store.stats()["counters"]["quarantined"] == 0

@@ -113,7 +113,7 @@ def payload_of(key: BlockKey) -> bytes:
 
 def register(store: Store) -> None:
     for space in SPACES.values():
-        store.register(space)
+        store.namespace(space)
 
 
 class Diary:
@@ -221,7 +221,7 @@ class Workload:
 
     def round(self, store: Store, number: int) -> None:
         if self.plan.drains and number == ROUNDS // 2 + 1:
-            store.drain_drive("ssd", self.plan.paths[0])
+            store.volumes.drain("ssd", self.plan.paths[0])
         self.put(store, self.chain("small", number, 5))
         self.put(store, self.chain("large", number, 2))
         self.look(store)
@@ -254,7 +254,7 @@ class Workload:
         """Use some blocks, so that reclaim finds them worth keeping."""
         for key in self.random.sample(self.living, min(6, len(self.living))):
             into = bytearray(len(payload_of(key)))
-            if store.get(key, into):
+            if store.get_many([key], [into])[0]:
                 check_data(into == payload_of(key), f"wrong bytes for {key.hex()}")
 
     def flush(self, store: Store) -> None:
@@ -274,7 +274,7 @@ class Workload:
         keys = [key for key in self.living if key.startswith(tag)]
         self.forget(keys)
         self.diary.write("removing", keys)
-        store.remove_namespace(store.register(SPACES["brief"]))
+        store.remove(namespace=store.namespace(SPACES["brief"]))
         self.removed(store, keys)
 
     def removed(self, store: Store, keys: list[BlockKey]) -> None:

@@ -22,7 +22,7 @@ from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.core.depot import Arrival, NamespaceHandle
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import BLOCK_BYTES, LAYERS, prompt, put, space_of, tiers
+from kvdepot.testing.store_contract import BLOCK_BYTES, LAYERS, prompt, put, space_of, tiers, touch
 
 StartDaemon = Callable[..., DaemonProcess]
 PROMPTS, BLOCKS = 40, 12
@@ -116,7 +116,7 @@ class RandomClient:
     def layer(self, keys: list[BlockKey]) -> int:
         layer, size = self.rng.randrange(LAYERS), BLOCK_BYTES // LAYERS
         target = bytearray(size)
-        if not self.store.get(keys[-1], target, layers=range(layer, layer + 1)):
+        if not self.store.get_many([keys[-1]], [target], layers=range(layer, layer + 1))[0]:
             return 0
         wanted = payload_for(keys[-1], BLOCK_BYTES)[layer * size : (layer + 1) * size]
         check_data(target == wanted, f"wrong bytes in layer {layer} of {keys[-1].hex()}")
@@ -166,7 +166,7 @@ class RandomClient:
         return len(self.store.match(keys))
 
     def touch(self, keys: list[BlockKey]) -> int:
-        return self.store.touch(keys)
+        return touch(self.store, keys)
 
 
 def hold(store: kvdepot.Depot, seed: int) -> None:

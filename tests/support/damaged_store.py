@@ -54,7 +54,7 @@ def build(path: Path, chain: int) -> Closed:
     with open_store(path) as store:
         keys = keys_of(space_of(store), chain)
         for key in keys:
-            assert store.put(key, payload_for(key, BLOCK_BYTES), timeout_s=10.0)
+            assert store.put_many([key], [payload_for(key, BLOCK_BYTES)], timeout_s=10.0)[0]
         assert store.flush()
         removed = [keys[index] for index in REMOVED]
         assert store.remove(removed) == len(removed)

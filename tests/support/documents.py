@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvdepot.cli.main import COMMANDS, UsageError, build_parser
+from kvdepot.cli.command import COMMANDS
+from kvdepot.cli.main import UsageError, build_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -64,7 +65,7 @@ def is_whole(words: str) -> bool:
     if command not in COMMANDS or _PLACEHOLDER.search(words):
         return False
     try:
-        build_parser({command})[0].parse_args([command, *rest])
+        build_parser({command}).parse_args([command, *rest])
     except UsageError:
         return False
     return True

@@ -49,7 +49,7 @@ def prompt(space: NamespaceHandle, user: int, blocks: int) -> list[BlockKey]:
 
 
 def put_all(store: Store, keys: list[BlockKey]) -> list[PutResult]:
-    return [store.put(key, payload(key)) for key in keys]
+    return [store.put_many([key], [payload(key)])[0] for key in keys]
 
 
 def verified_hits(store: Store, keys: list[BlockKey]) -> int:
@@ -57,7 +57,7 @@ def verified_hits(store: Store, keys: list[BlockKey]) -> int:
     target = bytearray(BLOCK)
     hits = 0
     for key in keys:
-        if store.get(key, target):
+        if store.get_many([key], [target])[0]:
             check_data(target == payload(key), f"wrong bytes for {key.hex()}")
             hits += 1
     return hits
@@ -95,5 +95,5 @@ def assert_quiet(store: Store) -> None:
     assert stats["staging_bytes"] == 0
     assert stats["leased"] == 0
     assert stats["dirty_bytes"] == 0
-    report = store.check()
+    report = store.admin.check()
     assert report.ok, report.findings

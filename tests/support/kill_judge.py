@@ -130,7 +130,7 @@ def judge(plan: Plan) -> PinnedRows:
         judge_files(again, plan)
         register(again)
         now = find(again, promises.known)
-        assert again.check().ok
+        assert again.admin.check().ok
         if plan.roomy:
             check_data(now == present, "a clean reopen changed what is there")
         check_data(not now & promises.gone, "a removed block came back at the second reopen")
@@ -138,7 +138,7 @@ def judge(plan: Plan) -> PinnedRows:
 
 
 def judge_store(store: Store, plan: Plan, promises: PinnedRows) -> set[BlockKey]:
-    report = store.check()
+    report = store.admin.check()
     check_data(report.ok, [str(finding) for finding in report.findings])
     register(store)
     present = find(store, promises.known)
@@ -157,7 +157,7 @@ def judge_residency(plan: Plan, promises: PinnedRows) -> None:
         for key in sorted(promises.known):
             named = store.match([key]).tiers
             into = bytearray(len(payload_of(key)))
-            got = store.get(key, into)
+            got = store.get_many([key], [into])[0]
             # In between read-ahead may have brought it to memory, or a reclaim have dropped the
             # copy in the faster tier: then that is what `match` says now.
             now = store.match([key]).tiers
@@ -172,7 +172,7 @@ def find(store: Store, keys: set[BlockKey]) -> set[BlockKey]:
     present = set()
     for key in keys:
         into = bytearray(len(payload_of(check_key(key))))
-        if store.get(key, into):
+        if store.get_many([key], [into])[0]:
             check_data(into == payload_of(key), f"wrong bytes for {key.hex()}")
             present.add(key)
     return present
@@ -201,7 +201,7 @@ def held_bytes(store: Store) -> int:
 def judge_usable(store: Store, promises: PinnedRows) -> None:
     """The store goes on: a new block can be put, flushed and read."""
     (key,) = SPACES["small"].keys([7, 7, 7, 7])
-    assert store.put(key, payload_of(key), timeout_s=10.0)
+    assert store.put_many([key], [payload_of(key)], timeout_s=10.0)[0]
     assert store.flush()
     assert find(store, {key})
     store.remove(key)

@@ -123,7 +123,7 @@ class Lives:
         store = assemble(config, files=files)
         try:
             for space in SPACES.values():
-                store.register(space)
+                store.namespace(space)
             if self.verdict.cuts:
                 self.judge(self.on_drives(store))
             self.removed.clear()
@@ -153,10 +153,10 @@ class Lives:
             return present
         with store:
             for space in SPACES.values():
-                store.register(space)
+                store.namespace(space)
             for key in sorted(self.known):
                 into = bytearray(len(payload_of(key)))
-                if store.get(key, into):
+                if store.get_many([key], [into])[0]:
                     present.add(key)
                     self.verdict.wrong += into != payload_of(key)
         return present
@@ -214,7 +214,7 @@ class Lives:
     def look(self, store: Store) -> None:
         for key in self.random.sample(sorted(self.known), min(6, len(self.known))):
             into = bytearray(len(payload_of(key)))
-            if store.get(key, into):
+            if store.get_many([key], [into])[0]:
                 self.verdict.wrong += into != payload_of(key)
 
     def remove(self, store: Store) -> None:
@@ -222,7 +222,7 @@ class Lives:
         if self.random.random() < 0.3:
             keys = [key for key in there if key.startswith(SPACES["brief"].tag)]
             self._forget(keys)
-            store.remove_namespace(store.register(SPACES["brief"]))
+            store.remove(namespace=store.namespace(SPACES["brief"]))
         else:
             keys = self.random.sample(there, min(4, len(there)))
             self._forget(keys)
@@ -249,7 +249,7 @@ class Lives:
         if len(self.paths) > 2 or (len(self.paths) == 2 and self.random.random() < 0.5):
             leaving = self.random.choice(self.paths)
             try:
-                store.drain_drive("ssd", leaving)
+                store.volumes.drain("ssd", leaving)
             except ConfigError:  # all drives are down once the power is off
                 if not files.off:
                     raise
@@ -259,7 +259,7 @@ class Lives:
             path = self.folder / f"drive-{self.number}-more"
             self.number += 1
             with contextlib.suppress(KVDepotError):
-                store.add_drive("ssd", path)
+                store.volumes.add("ssd", path)
                 self.paths.append(path)
 
     def on_drives(self, store: Store) -> set[BlockKey]:

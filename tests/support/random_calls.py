@@ -17,6 +17,7 @@ from tests.support.waiting import eventually
 import kvdepot
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.testing.images import payload_for
+from kvdepot.testing.store_contract import touch
 
 TOKENS = 16
 SIZES = (16384, 49152)
@@ -147,7 +148,7 @@ class RandomCalls:
     ) -> int:
         key, half = rng.choice(keys), space.block_bytes // 2
         layer, target = rng.randrange(2), bytearray(half)
-        if not self.store.get(key, target, layers=range(layer, layer + 1)):
+        if not self.store.get_many([key], [target], layers=range(layer, layer + 1))[0]:
             return 0
         wanted = payload_for(key, 2 * half)[layer * half : (layer + 1) * half]
         check_data(target == wanted, f"wrong bytes in layer {layer} of {key.hex()}")
@@ -170,7 +171,7 @@ class RandomCalls:
     def _touch(
         self, rng: random.Random, space: NamespaceHandle, keys: list[kvdepot.BlockKey]
     ) -> int:
-        return self.store.touch(keys)
+        return touch(self.store, keys)
 
     def _match(
         self, rng: random.Random, space: NamespaceHandle, keys: list[kvdepot.BlockKey]
@@ -206,7 +207,7 @@ def check_after(store: kvdepot.Store, calls: RandomCalls, folder: Path) -> None:
     stats = store.stats()
     counters = stats["counters"]
     assert (stats["leased"], stats["dirty_bytes"], stats["staging_bytes"]) == (0, 0, 0)
-    report = store.check()
+    report = store.admin.check()
     assert report.findings == []
     assert counters["quarantined"] == counters["write_failed"] == counters["read_failed"] == 0
     assert counters["put_stored"] + counters["put_present"] == calls.accepted

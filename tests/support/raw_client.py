@@ -8,8 +8,17 @@ from types import TracebackType
 
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.namespace import FORMAT_VERSION
-from kvdepot.daemon.wire.frames import FRAME_BYTES_MAX, Frame, FrameKind, pack, parse
-from kvdepot.daemon.wire.messages import MAGIC, NO_TOKEN, Hello, Register
+from kvdepot.daemon.wire.frames import (
+    FRAME_BYTES_MAX,
+    MAGIC,
+    NO_TOKEN,
+    Frame,
+    FrameKind,
+    Hello,
+    Register,
+    pack,
+    parse,
+)
 from kvdepot.daemon.wire.versions import PROTOCOL
 from kvdepot.format.record import VERSION as RECORD_VERSION
 

@@ -24,8 +24,8 @@ def swap_payloads(store: Store, keys: Sequence[BlockKey]) -> int:
     catalog, lock = store.inspect().catalog, store.inspect().state.lock
     with lock:
         (size,) = {catalog.nbytes[row] for row in catalog.rows(keys)}
-    for space in store.described_namespaces():  # as of one that was just opened
-        store.register(space)
+    for space in store.routing.namespaces():  # as of one that was just opened
+        store.namespace(space)
     kept = [np.empty(size, np.uint8) for _ in keys]
     assert all(store.get_many(keys, kept))
     for key in keys:

@@ -15,21 +15,25 @@ import hashlib
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
-from kvdepot.adapters.vllm.groups import GroupRule
-from kvdepot.adapters.vllm.loaded_weights import LEAVE_WEIGHTS, digest_in_worker
-from kvdepot.adapters.vllm.messages import StepPlan, WorkerRank
-from kvdepot.adapters.vllm.requests import RequestGroups
+from kvdepot.adapters.vllm.groups import GroupRule, KVGroups
+from kvdepot.adapters.vllm.loaded_weights import LEAVE_WEIGHTS, LoadedAdapters, digest_in_worker
+from kvdepot.adapters.vllm.messages import BlockOrigin, StepPlan, WorkerRank
 from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
 from kvdepot.adapters.vllm.shared_depot import hold
 from kvdepot.adapters.vllm.worker import ConnectorWorker, FinishedTransfers
+from kvdepot.config.settings import load
+from kvdepot.core.depot import NamespaceHandle
+from kvdepot.io.files import Files
+from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 
 PAGE_TOKENS = 4
@@ -42,6 +46,10 @@ NULL = 0
 MODEL = "toy"
 PROMPT = [(7 * number) % VOCABULARY for number in range(43)]
 FULL_PAGES = len(PROMPT) // PAGE_TOKENS
+ALL = len(PROMPT) + 2
+"""Tokens that are computed for PROMPT and an answer of three tokens, without hits."""
+REST = len(PROMPT) % PAGE_TOKENS + 2
+"""The same if all full pages are hit, of every kind of group."""
 
 
 def state_of(tokens: list[int], salt: str = "") -> int:
@@ -96,9 +104,9 @@ PageName = tuple[int, str, tuple[int, ...]]
 """KV group, salt, and the tokens up to the page's end."""
 
 
-def full_attention(block_tokens: int) -> RequestGroups:
-    """What a request of a model with one KV group knows of it."""
-    return RequestGroups((GroupRule("full", 0, block_tokens),), block_tokens, 1)
+def full_attention(block_tokens: int) -> KVGroups:
+    """The groups of a model that has full attention only."""
+    return KVGroups((GroupRule("full", 0, block_tokens),), block_tokens)
 
 
 class PagePool:
@@ -257,14 +265,18 @@ class ToyEngine:
         self.split = split
         self.kinds = kinds
         name = f"toy {id(store)}"
+        self._depots = [hold(name, lambda: store)]
         self.pool = PagePool(pages)
         self.budget = budget
         self.side = ConnectorScheduler(
             settings,
-            hold(name, lambda: store),
-            EngineFacts(budget, shares_pages=True),
-            loads=roles in ("both", "consumer"),
-            saves=roles in ("both", "producer"),
+            store,
+            EngineFacts(
+                budget,
+                shares_pages=True,
+                loads=roles in ("both", "consumer"),
+                saves=roles in ("both", "producer"),
+            ),
         )
         self.workers = []
         self.caches = []
@@ -273,15 +285,17 @@ class ToyEngine:
             place = WorkerRank(rank, split.shards, "toy 1", stage, split.stages)
             caches = {layer: split.pages(pages, rank) for layer in split.layers_of(stage)}
             cache = cache_config(pages, kinds, split, place)
-            depot = hold(name, lambda: store)
-            worker = ConnectorWorker(engine_config(split.heads), cache, settings, depot)
+            self._depots.append(hold(name, lambda: store))
             named = {
                 layer_name(group, layer): tensor
                 for group in range(len(kinds))
                 for layer, tensor in caches.items()
             }
-            worker.register(named, place)
-            self.workers.append(worker)
+            config = engine_config(split.heads)
+            loaded = LoadedAdapters()
+            self.workers.append(
+                ConnectorWorker(config, cache, settings, store, loaded, named, place)
+            )
             self.caches.append(caches)
             self.heads.append(split.heads_of(rank))
         self.side.set_workers([worker.facts for worker in self.workers])
@@ -331,8 +345,7 @@ class ToyEngine:
     def settle(self) -> None:
         """Return when everything that was saved can be found."""
         for worker in self.workers:
-            assert worker._saver is not None
-            worker._saver.wait()
+            worker.saver.wait()
 
     def abort(self, request_id: str) -> None:
         request = self.requests.get(request_id)
@@ -361,7 +374,7 @@ class ToyEngine:
         for name, count in scheduled.items():
             self._sample(self.requests.get(name), count)
         for report in (end[3] for end in ends):
-            self.side.handle_report(report)
+            self.side.step_ended(report)
         for sent, received, _, _ in ends:
             self._moved(sent, received)
 
@@ -369,6 +382,13 @@ class ToyEngine:
         for worker in self.workers:
             worker.close()
         self.side.close()
+        for depot in self._depots:
+            depot.close()
+
+    def spaces(self) -> list[NamespaceHandle]:
+        """The namespaces of all groups and shards, without a LoRA."""
+        groups = self.side.names.spaces(BlockOrigin(generation=self.side.names.generation))
+        return [space for group in groups for space in group]
 
     def _output(self, scheduled: dict[str, int]) -> Any:
         """As vLLM's SchedulerOutput."""
@@ -523,7 +543,7 @@ class ToyEngine:
         return 0
 
     def _room(self, request: ToyRequest, tokens: int, *, preempt: bool) -> bool:
-        """Pages for so many tokens; those behind windows and old states are given back first."""
+        """Pages for this many tokens; pages behind windows and old states are freed first."""
         request.tables = request.tables or [[] for _ in self.kinds]
         for kind, table in zip(self.kinds, request.tables, strict=True):
             last = first_token(kind, request.num_computed_tokens) // PAGE_TOKENS
@@ -645,7 +665,7 @@ class ToyEngine:
             if self.recv_left[name]:
                 continue
             del self.recv_left[name]
-            self.side.loads_ended([name])
+            self.side.step_ended(None, loaded=[name])
             if name in self.held:
                 self._release(name)
                 continue
@@ -653,7 +673,7 @@ class ToyEngine:
         for name in sent:
             self.sent_left[name] -= 1
             if not self.sent_left[name]:
-                self.side.saves_ended([name])
+                self.side.step_ended(None, saved=[name])
                 self._release(name)
 
     def _release(self, name: str) -> None:
@@ -695,12 +715,57 @@ def forget_local(engine: ToyEngine) -> None:
     """Empty the engine's own prefix cache."""
     engine.pool.known.clear()
     engine.pool.names.clear()
-    engine.side.prefix_cache_was_reset()
+    engine.side.weights.cache_was_emptied()
 
 
-OpenStore = Callable[..., Store]
-OpenEngine = Callable[..., ToyEngine]
-"""What the fixtures `open_store` and `open_engine` are."""
+class Toys:
+    """Opens depots in a folder, and toy engines over them. `close` closes what is still open."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._opened: list[Store | ToyEngine] = []
+
+    def settings(self, dram: Any = 8 << 20, **ssd: Any) -> dict[str, Any]:
+        place = {"path": str(self.folder / "kv"), "capacity": "64MiB", "segment": "1MiB"}
+        memory = {"capacity": dram, "huge_pages": "never", "prefault": False}
+        return {"dram": memory, "writeback": {"staging": 4 << 20}, "ssd": {**place, **ssd}}
+
+    def store(self, files: Files | None = None, **settings: Any) -> Store:
+        """A depot with an SSD tier; `settings` are its, or `dram`."""
+        return self._opened_store(self.settings(**settings), files)
+
+    def depot(self, dram: Any = 8 << 20, **tiers: Any) -> Store:
+        """A depot with these tiers below its memory."""
+        return self._opened_store({**self.settings(dram), "ssd": None, **tiers}, None)
+
+    def _opened_store(self, settings: dict[str, Any], files: Files | None) -> Store:
+        store = assemble(load(overrides=settings), files=files)
+        self._opened.append(store)
+        return store
+
+    def engine(
+        self, store: Store | None = None, *, settings: Any = None, **facts: Any
+    ) -> ToyEngine:
+        config = ConnectorConfig(**{"load_timeout": 20.0, "decide": False, **(settings or {})})
+        engine = ToyEngine(store or self.store(), config, **facts)
+        self._opened.append(engine)
+        return engine
+
+    def saved(self, store: Store | None = None, **more: Any) -> ToyEngine:
+        """An engine that has computed and saved PROMPT, and has forgotten it."""
+        engine = self.engine(store, **more)
+        assert ask(engine, "cold", PROMPT) == ALL
+        forget_local(engine)
+        return engine
+
+    def restarted(self, files: Files | None = None, **more: Any) -> ToyEngine:
+        """An engine that was started after one had saved PROMPT."""
+        self.saved(**more).close()
+        return self.engine(self.store(files), **more)
+
+    def close(self) -> None:
+        for opened in reversed(self._opened):
+            opened.close()
 
 
 def answer_at_random(engine: ToyEngine, chance: random.Random, count: int, forgets: float) -> None:

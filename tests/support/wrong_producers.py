@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvdepot.core.depot import Depot, NamespaceHandle
+from kvdepot.core.depot import NamespaceHandle
+from kvdepot.depot import Depot
 
 KV = list[tuple[torch.Tensor, torch.Tensor]]
 SCALE = 0.37
@@ -97,5 +98,5 @@ def put(store: Depot, space: NamespaceHandle, ids: torch.Tensor, kv: KV) -> int:
         span = slice(at * size, (at + 1) * size)
         parts = [tensor[0, :, span].contiguous() for pair in kv for tensor in pair]
         raw = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
-        assert store.put(key, np.frombuffer(raw, np.uint8))
+        assert store.put_many([key], [np.frombuffer(raw, np.uint8)])[0]
     return len(keys)

@@ -88,7 +88,7 @@ def test_what_would_come_too_late_is_late(fd: int) -> None:
 def test_a_store_says_which_of_its_drives_are_emulated(tmp_path: Path) -> None:
     models = {"hdd": replace(MODEL, read_bandwidth=10**8, write_bandwidth=10**8)}
     with open_emulated(models, **settings(tmp_path)) as store:
-        store.set_write_mode("hdd", "pass-through")
+        store.volumes.set_write_mode("hdd", "pass-through")
         keys = prompt(space_of(store), 1, 5)
         assert all(put(store, keys))
         assert store.flush()
@@ -121,7 +121,7 @@ def test_a_configuration_loads_an_emulated_drive_as_a_plug_in(tmp_path: Path, se
     with kvdepot.open(**tree) as store:
         space_of(store)
         assert tiers(store, keys) == ["plugin"] * 5
-        assert store.check().ok
+        assert store.admin.check().ok
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_what_does_not_end_leaves_its_stacks(
     world.make_folders()
     ledger, go = Ledger(), threading.Event()
     with world.open() as store:
-        monkeypatch.setattr(store, "resize", lambda *_: go.wait())
+        monkeypatch.setattr(store.volumes, "resize", lambda *_: go.wait())
         session = StoreSession(world, store, ledger, random.Random(1), Trust())
         session.resize()
         session.await_change()

@@ -1,7 +1,7 @@
-"""Digests of every byte of model files, remembered by what the file system says of a file.
+"""Digests of every byte of model files, kept by device, inode, size and times of the file.
 
-Files are told apart by device, inode, size and times. A file that changed after the process that
-uses it began may not be what that process has loaded: it is refused.
+A file that has changed after the start of the process that uses it may differ from what the process
+has loaded. It is refused.
 """
 
 import contextlib
@@ -22,35 +22,33 @@ from kvdepot.errors import ModelError, UnsafePathError
 _PART_BYTES: Final = 64 << 20
 _THREADS: Final = 4
 _SETTLED_NS: Final = 2 * 10**9
-"""A file that was written to within this time may be written to again with the same times."""
+"""A file that was written within this time may be written again without new times."""
 FileFacts = tuple[int, int, int, int, int]
-"""What a file system says of a file: device, inode, size, and the times of content and inode."""
+"""Device, inode, size, and the times of content and inode."""
 
 
 def digest_of_files(
     folder: Path, files: Sequence[Path], memo: Path | None, not_after_ns: int | None, user: str
 ) -> str:
-    """A digest of names and all bytes of files in a folder; what `memo` has is not read again.
+    """A digest of the names and all bytes of files in a folder. Files in `memo` are not read.
 
-    ModelError where a file changes meanwhile, or has changed after `not_after_ns`, when `user` was
-    started.
+    ModelError if a file changes meanwhile, or has changed after `not_after_ns`, the start of the
+    engine named by `user`.
     """
-    with _remembered(memo) as known:
-        if not_after_ns is not None:
-            _check_older(folder, files, not_after_ns, user)
+    with _open_memo(memo) as known:
+        _check_unchanged(folder, files, not_after_ns, user)
         digest = hashlib.blake2b(digest_size=32, person=b"kvdepot-weights2")
         for path in files:
             digest.update(encode((path.name, _known_digest(path, known))))
-        if not_after_ns is not None:
-            _check_older(folder, files, not_after_ns, user)
+        _check_unchanged(folder, files, not_after_ns, user)
     return digest.hexdigest()
 
 
-def _check_older(folder: Path, files: Sequence[Path], limit_ns: int, user: str) -> None:
-    """A file, a link to one, or the folder itself may have been exchanged."""
+def _check_unchanged(folder: Path, files: Sequence[Path], limit_ns: int | None, user: str) -> None:
+    """A file, a link to one, or the folder itself may have been replaced."""
     for path in (folder, *files):
         times = (path.lstat().st_ctime_ns, path.stat().st_ctime_ns)
-        if max(times) > limit_ns:
+        if limit_ns is not None and max(times) > limit_ns:
             raise ModelError(f"{path} has changed since {user} was started")
 
 
@@ -68,17 +66,17 @@ def _known_digest(path: Path, known: dict[str, str]) -> str:
 
 
 def file_facts(path: Path) -> FileFacts:
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def file_digest(path: Path) -> str:
-    """Of every byte of a file, by several threads."""
+    """A digest of every byte of a file, read by several threads."""
     size = path.stat().st_size
 
-    def part(at: int) -> bytes:
+    def part(offset: int) -> bytes:
         with path.open("rb") as file:
-            file.seek(at)
+            file.seek(offset)
             return hashlib.blake2b(file.read(_PART_BYTES), digest_size=32).digest()
 
     with ThreadPoolExecutor(_THREADS, "kvdepot-weights") as threads:
@@ -87,22 +85,21 @@ def file_digest(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _remembered(memo: Path | None) -> Iterator[dict[str, str]]:
-    """Digests by file facts, for one process at a time: the others then find what it has read.
+def _open_memo(memo: Path | None) -> Iterator[dict[str, str]]:
+    """The digests in the file `memo`, for one process at a time, so that the others need not read
+    the same files. Changes are written at the end of the scope.
 
-    A memory that cannot be read or written is none. It is for its owner alone: who could write to
-    it could give weights another identity.
+    Without `memo`, or if it cannot be read or written, the digests are kept for this scope alone.
+    Other users must not write to it: they could give weights a wrong identity.
     """
-    if memo is None:
-        yield {}
-        return
     with contextlib.ExitStack() as stack:
         fd = -1
         with contextlib.suppress(OSError, UnsafePathError):
-            make_private_folder(memo.parent)
-            fd = open_private_file(memo, os.O_RDWR | os.O_CREAT)
-            stack.callback(os.close, fd)
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            if memo is not None:
+                make_private_folder(memo.parent)
+                fd = open_private_file(memo, os.O_RDWR | os.O_CREAT)
+                stack.callback(os.close, fd)
+                fcntl.flock(fd, fcntl.LOCK_EX)
         known = _read_memo(fd) if fd >= 0 else {}
         before = dict(known)
         try:
@@ -124,7 +121,7 @@ def _read_memo(fd: int) -> dict[str, str]:
 
 
 def process_start_ns(process: int | None = None) -> int:
-    """When a process, or this one, began, in nanoseconds since 1970."""
+    """The start of a process, by default this one, in nanoseconds since 1970."""
     stat = Path("/proc") / str(process or "self") / "stat"
     ticks = int(stat.read_text().rpartition(")")[2].split()[19])
     since_boot_ns = ticks * 10**9 // os.sysconf("SC_CLK_TCK")

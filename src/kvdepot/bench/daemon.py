@@ -1,4 +1,4 @@
-"""`bench daemon`: a daemon's store beside one in this process, and lookups while others work."""
+"""`bench daemon`: the store of a daemon, compared with a store in this process; lookups."""
 
 import multiprocessing
 import shutil
@@ -8,21 +8,27 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, Final, cast
 
 from kvdepot.bench.bars import DAEMON_MATCH_P99_US, daemon_bar
-from kvdepot.bench.disk import DiskStore
-from kvdepot.bench.memory import MemoryStore
 from kvdepot.bench.prompts import prompts_for
 from kvdepot.bench.raw import MIB, filled, pieces
-from kvdepot.bench.rounds import BenchPart, Figure, Latency, Result, compare, percentile
+from kvdepot.bench.rounds import (
+    BenchPart,
+    BenchPlan,
+    Figure,
+    Latency,
+    Result,
+    compare,
+    percentile,
+)
+from kvdepot.bench.store import HIT_BLOCKS, DiskStore, MemoryStore
 from kvdepot.core.block import BlockKey
-from kvdepot.core.depot import Depot
 from kvdepot.daemon.client.open import open_remote
+from kvdepot.depot import Depot
 from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
@@ -34,32 +40,24 @@ _DISK_SET_BYTES: Final = 1024 * MIB
 _MATCH_ROUNDS: Final = 5
 _MATCH_CALLS: Final = 400
 _PAUSE_S: Final = 0.05
-HIT_BLOCKS: Final = 512
 _PAYLOAD_BYTES: Final = 4096
 _START_S: Final = 60.0
 _BATCH_BYTES: Final = 32 * MIB
 _EMBEDDED: Final = "the same store in this process"
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonPlan:
-    directory: Path
-    blocks_bytes: Sequence[int]
-    quick: bool
-    rounds: int
-
-    def parts(self) -> Iterator[BenchPart]:
-        share = 8 if self.quick else 1
-        for size in self.blocks_bytes:
-            set_bytes = max(_SET_BYTES // share, 4 * size)
-            run = partial(measure_memory, self.directory, size, set_bytes, self.rounds)
-            yield BenchPart(f"dram, {size >> 20} MiB blocks", run)
-        for size in self.blocks_bytes:
-            set_bytes = max(_DISK_SET_BYTES // share, 32 * size)
-            run = partial(measure_disk, self.directory, size, set_bytes, self.rounds)
-            yield BenchPart(f"ssd, {size >> 20} MiB blocks", run)
-        calls = _MATCH_CALLS // share
-        yield BenchPart("lookups", partial(measure_lookups, self.directory, calls))
+def parts(plan: BenchPlan, directory: Path) -> Iterator[BenchPart]:
+    share = 8 if plan.quick else 1
+    for size in plan.blocks_bytes:
+        set_bytes = max(_SET_BYTES // share, 4 * size)
+        run = partial(measure_memory, directory, size, set_bytes, plan.rounds)
+        yield BenchPart(f"dram, {size >> 20} MiB blocks", run)
+    for size in plan.blocks_bytes:
+        set_bytes = max(_DISK_SET_BYTES // share, 32 * size)
+        run = partial(measure_disk, directory, size, set_bytes, plan.rounds)
+        yield BenchPart(f"ssd, {size >> 20} MiB blocks", run)
+    calls = _MATCH_CALLS // share
+    yield BenchPart("lookups", partial(measure_lookups, directory, calls))
 
 
 @contextmanager
@@ -90,7 +88,7 @@ def daemon_store(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple
 
 
 def both(directory: Path, settings: Mapping[str, Any], scope: ExitStack) -> tuple[Store, Depot]:
-    """A store here and one of a daemon with the same settings, their memory touched."""
+    """A store here and one of a daemon, with the same settings and with touched memory."""
     there = dict(settings)
     here = dict(settings)
     if "ssd.capacity" in settings:
@@ -123,7 +121,7 @@ def measure_memory(directory: Path, block_bytes: int, set_bytes: int, rounds: in
 
 
 def measure_disk(directory: Path, block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
-    """Batches from disk, through a memory that has room for a quarter of them."""
+    """Batches from disk, through memory with room for a quarter of them."""
     batch_bytes = min(128 * MIB, set_bytes // 8)
     with ExitStack() as scope:
         segment_bytes = max(MIB, min(256 * MIB, 3 * set_bytes // 8)) // MIB * MIB
@@ -150,7 +148,7 @@ def measure_disk(directory: Path, block_bytes: int, set_bytes: int, rounds: int)
 
 
 def measure_lookups(directory: Path, calls: int) -> list[Result]:
-    """Round trips of a match of 512 blocks, alone and while four clients do something."""
+    """Round trips of a match of 512 blocks, alone and with four busy clients."""
     results: list[Result] = []
     with ExitStack() as scope:
         settings = {"dram.capacity": 1024 * MIB}
@@ -181,7 +179,7 @@ def _latencies(
 
 
 def round_trips(store: Depot, keys: list[BlockKey], calls: int) -> list[float]:
-    """How long a match of resident blocks takes, each time."""
+    """The time of each match of resident blocks."""
     taken = []
     for _ in range(calls):
         started = time.perf_counter()
@@ -193,7 +191,7 @@ def round_trips(store: Depot, keys: list[BlockKey], calls: int) -> list[float]:
 
 
 def resident(store: Depot, seed: int = 0) -> list[BlockKey]:
-    """A prompt of 512 blocks that the store has; of another seed another prompt."""
+    """The keys of a new prompt of 512 blocks; each seed gives another prompt."""
     prompts = prompts_for(store, _PAYLOAD_BYTES, HIT_BLOCKS * _PAYLOAD_BYTES)
     prompts.reseed(seed)
     (keys,) = prompts.fresh(1)
@@ -204,7 +202,7 @@ def resident(store: Depot, seed: int = 0) -> list[BlockKey]:
 
 @contextmanager
 def busy_clients(address: str, count: int, work: Callable[..., None]) -> Iterator[None]:
-    """`count` processes that do `work` without end. They are at it when the scope begins."""
+    """`count` processes that repeat `work` until the scope ends. All have begun when it begins."""
     fresh = multiprocessing.get_context("spawn")
     ended = fresh.Event()
     begun = [fresh.Event() for _ in range(count)]
@@ -233,7 +231,7 @@ def _match(address: str, number: int, ready: Event, ended: Event) -> None:
 
 
 def _move(address: str, number: int, ready: Event, ended: Event) -> None:
-    """New prompts in, out again, and away: as engines do, but without computing anything."""
+    """Put new prompts and read them, as engines do, without computing."""
     with open_remote(address) as store:
         prompts = prompts_for(store, MIB, _BATCH_BYTES)
         prompts.reseed(number + 1)

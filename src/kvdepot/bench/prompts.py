@@ -1,46 +1,48 @@
 """Prompts to fill a store with: keys of fresh random tokens, and blocks of random bytes."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Self
 
 import numpy as np
 
 from kvdepot.bench.raw import Bytes, filled, pieces
-from kvdepot.core.block import BlockKey
-from kvdepot.core.depot import Depot, NamespaceHandle
+from kvdepot.core.block import BlockKey, GetResult
+from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
+from kvdepot.depot import Depot
 from kvdepot.errors import StateError
 from kvdepot.store.store import Store
 
 BLOCK_TOKENS: Final = 256
 WAIT_S: Final = 600.0
-"""For calls that are measured: a slow medium is to be seen in the figure, not as an error."""
+"""Timeout of measured calls: a slow medium gives a low figure, not an error."""
 _LAYERS: Final = 32
 _VOCABULARY: Final = 1 << 17
 _CHAIN_BLOCKS: Final = 512
 _NOWHERE: Final = 0xFFFFFF << 32
-"""A location in a segment slot that no store here ever gets to use."""
+"""A location in a segment that is never used."""
 
 
 def layout_for(block_bytes: int) -> KVLayout:
-    """Pages of this size, in as many layers as a model of 8 billion weights has."""
+    """Blocks of this size, with the number of layers of a model of 8 billion weights."""
     layers = _LAYERS if block_bytes % _LAYERS == 0 else 1
     return KVLayout.opaque(block_bytes, BLOCK_TOKENS, layers)
 
 
 @dataclass(slots=True)
 class Prompts:
-    """Makes prompts of `blocks` blocks each, none like another."""
+    """Makes different prompts of `blocks` blocks each."""
 
     space: NamespaceHandle
     blocks: int
     sources: list[Bytes]
-    """What is put: the bytes of one prompt, the same for all."""
+    """The bytes of one prompt, used for all."""
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20261115))
 
     def reseed(self, seed: int) -> None:
-        """Make other prompts than the ones made so far, or by another process."""
+        """Make other prompts than another seed or process makes."""
         self.rng = np.random.default_rng(seed)
 
     def fresh(self, count: int) -> list[list[BlockKey]]:
@@ -60,7 +62,7 @@ def prompts_for(store: Depot, block_bytes: int, batch_bytes: int) -> Prompts:
 
 @dataclass(slots=True)
 class StoreUnderTest:
-    """Each work moves the same bytes: `set_bytes`, in `count` prompts."""
+    """Each call moves `set_bytes`, in `count` prompts."""
 
     store: Depot
     prompts: Prompts
@@ -82,28 +84,41 @@ class StoreUnderTest:
         return self.count * self.prompts.blocks * self.prompts.space.block_bytes
 
 
+def check_tier(answers: Sequence[GetResult], tier: str) -> None:
+    """StateError unless all blocks came from `tier`."""
+    others = {answer.tier or answer.reason for answer in answers} - {tier}
+    if others:
+        raise StateError(f"blocks came from {sorted(others)} instead of {tier}")
+
+
 class FlushedStore(StoreUnderTest):
-    """One whose sets go below memory."""
+    """A store whose sets are written below memory."""
+
+    def verify(self) -> None:
+        """StateError unless the last prompt that was read is what was put."""
+        for source, target in zip(self.prompts.sources, self.targets, strict=True):
+            if not np.array_equal(source, target):
+                raise StateError("a get has delivered wrong bytes")
 
     def put_set(self) -> float:
-        """Put new prompts, until all of them are written down."""
+        """Put new prompts and flush."""
         fresh = self.prompts.fresh(self.count)
         started = time.perf_counter()
         for keys in fresh:
             if not all(self.store.put_many(keys, self.prompts.sources, timeout_s=WAIT_S)):
                 raise StateError("a put was refused although there is room")
         if not self.store.flush(WAIT_S):
-            raise StateError("flush did not write everything down")
+            raise StateError("flush did not write all blocks")
         taken = time.perf_counter() - started
         self.current = fresh
         return taken
 
 
 def fill_index(store: Store, space: NamespaceHandle, count: int, seed: int = 1) -> None:
-    """Enter `count` made-up blocks, in prompts of 512, into the index of an open store.
+    """Add `count` made-up blocks, in prompts of 512, to the index of an open store.
 
-    They are in no segment: lookups find them, nothing can read or reclaim them. This gives an index
-    its size without writing its blocks. Never check such a store.
+    Lookups find them, but they are in no segment, so that they cannot be read or reclaimed. Never
+    check such a store.
     """
     if count <= 0:
         return

@@ -1,7 +1,7 @@
-"""What the hardware can do: plain direct I/O on one file, plain copies in memory.
+"""The speed of the hardware: direct I/O on one file, and copies in memory.
 
-These are the limits that everything else is compared with. They do nothing but move bytes, in
-registered memory on huge pages: direct I/O into ordinary pages reaches half to two thirds of that.
+All other speeds are compared with these limits. They use registered memory on huge pages; direct
+I/O with ordinary pages reaches half to two thirds of that.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ _TIMEOUT_S: Final = 120.0
 
 
 def filled(nbytes: int, seed: int = 0, *, huge: bool = True) -> Bytes:
-    """Fresh memory, touched and not compressible; on huge pages where the kernel gives them."""
+    """New touched memory with random bytes; on huge pages if the kernel has them."""
     # Shared mappings, mmap's default, are not given huge pages by MADV_HUGEPAGE.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
@@ -50,16 +50,13 @@ def filled(nbytes: int, seed: int = 0, *, huge: bool = True) -> Bytes:
 
 
 def pieces(memory: Bytes, piece_bytes: int) -> list[Bytes]:
-    """`memory` cut into equal pieces; what is left over is not used."""
+    """`memory` in equal pieces; the rest is not used."""
     count = len(memory) // piece_bytes
     return [memory[i * piece_bytes : (i + 1) * piece_bytes] for i in range(count)]
 
 
 def memory_copies(sources: list[Bytes], targets: list[Bytes]) -> dict[str, Work]:
-    """Plain ways to copy each source to a target; the shorter list is used again and again.
-
-    In one thread, through the cache: what a program without kvdepot does.
-    """
+    """Plain copies of each source to a target in one thread; the shorter list is repeated."""
     count = max(len(sources), len(targets))
     nbytes = len(sources[0])
     pairs = [(sources[i % len(sources)], targets[i % len(targets)]) for i in range(count)]
@@ -101,7 +98,7 @@ def best_copies(sources: list[Bytes], targets: list[Bytes]) -> dict[str, Work]:
 
 
 def owning(work: Work, memory: object) -> Work:
-    """`work`, which knows addresses only, together with the memory they lie in."""
+    """`work`, which uses addresses, with a reference to their memory."""
 
     def run() -> float:
         seconds = work()
@@ -113,7 +110,7 @@ def owning(work: Work, memory: object) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class RawFile:
-    """`blocks` blocks in one nameless file, opened for direct I/O where the filesystem has it."""
+    """`blocks` blocks in one nameless file, opened for direct I/O if the filesystem has it."""
 
     directory: Path
     fd: int
@@ -121,9 +118,9 @@ class RawFile:
     block_bytes: int
     blocks: int
     memory: Bytes
-    """Pre-touched buffers that the file's reads and writes use."""
+    """Touched buffers for reads and writes."""
     engines: Mapping[str, native.IoEngine]
-    """Engines that the limit is tried with, by what a table calls them."""
+    """Engines to measure the limit with, by their name in tables."""
 
     @property
     def nbytes(self) -> int:
@@ -133,11 +130,11 @@ class RawFile:
         return self._ways(os.preadv, native.READ)
 
     def writes(self) -> dict[str, Work]:
-        """Writes over blocks that were written before, made durable at the end."""
+        """Writes over written blocks, with fdatasync at the end."""
         return self._ways(os.pwritev, native.WRITE)
 
     def first_writes(self) -> dict[str, Work]:
-        """Writes to a new file of full size: what the filesystem does for fresh extents counts."""
+        """Writes to a new file of full size, with the cost of new extents."""
         return {name: self._first_write(engine) for name, engine in self.engines.items()}
 
     def batch(self, engine: native.IoEngine, opcode: int) -> Work:
@@ -166,7 +163,7 @@ class RawFile:
             os.fdatasync(fd)
 
     def _ops(self, opcode: int, fd: int) -> npt.NDArray[Any]:
-        """All blocks as one batch; buffers are used several times over."""
+        """All blocks as one batch; buffers are used repeatedly."""
         ops = np.zeros(self.blocks, dtype=native.IO_DTYPE)
         buffers = max(1, min(len(self.memory), _BATCH_BUFFER_BYTES) // self.block_bytes)
         number = np.arange(self.blocks, dtype=np.uint64)
@@ -219,7 +216,7 @@ def move_all(move: Move, fd: int, buffer: Bytes, offset: int) -> None:
 
 
 def run_batch(engine: native.IoEngine, ops: npt.NDArray[Any]) -> None:
-    """Run a native batch; OSError when any of it failed."""
+    """Run a native batch; OSError if an operation failed."""
     pending = engine.run(ops, _TIMEOUT_S)
     while pending is not None and not pending.wait(_TIMEOUT_S):
         pass
@@ -230,27 +227,52 @@ def run_batch(engine: native.IoEngine, ops: npt.NDArray[Any]) -> None:
 
 @contextmanager
 def nameless(directory: Path) -> Iterator[tuple[int, bool]]:
-    """A new file without a name, and whether direct I/O works on it."""
-    path = directory / f"raw-{secrets.token_hex(8)}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    direct = True
+    """A new file without a name, and whether direct I/O works on it.
+
+    The name is removed before the scope begins, so that a killed process leaves no file.
+    """
+    fd = _open_unlinked(directory, os.O_DIRECT)
+    direct = fd is not None and _takes_direct_writes(fd)
+    if fd is not None and not direct:
+        os.close(fd)
+    if not direct:
+        fd = _open_unlinked(directory, 0)
+    assert fd is not None
     try:
-        fd = os.open(path, flags | os.O_DIRECT, 0o600)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        direct = False
-        fd = os.open(path, flags, 0o600)
-    try:
-        path.unlink()
         yield fd, direct
     finally:
         os.close(fd)
 
 
+def _open_unlinked(directory: Path, flags: int) -> int | None:
+    """None if the filesystem refuses the flags."""
+    path = directory / f".kvdepot-{secrets.token_hex(8)}"
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
+    except OSError as error:
+        if flags and error.errno == errno.EINVAL:
+            return None
+        raise
+    finally:
+        path.unlink(missing_ok=True)  # a refused O_DIRECT can leave the file
+
+
+def _takes_direct_writes(fd: int) -> bool:
+    """Some filesystems accept O_DIRECT and refuse the writes."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        try:
+            os.pwrite(fd, page, 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                os.close(fd)
+                raise
+            return False
+    return True
+
+
 @contextmanager
 def raw_file(directory: Path, block_bytes: int, blocks: int) -> Iterator[RawFile]:
-    """A raw file whose blocks have been written once. Gone afterwards, also after a kill."""
+    """A raw file whose blocks were written once. It has no name, so that a kill removes it."""
     wanted = min(blocks, max(1, _BUFFERS_BYTES // block_bytes)) * block_bytes
     with ExitStack() as scope:
         fd, direct = scope.enter_context(nameless(directory))
@@ -267,7 +289,7 @@ def raw_file(directory: Path, block_bytes: int, blocks: int) -> Iterator[RawFile
 
 @contextmanager
 def engine_for(memory: Bytes, kind: str = "auto", depth: int = 32) -> Iterator[native.IoEngine]:
-    """An engine that knows this memory, where the machine lets it."""
+    """An engine with this memory registered, if the machine allows it."""
     engine = native.open_engine(kind, depth=depth)
     try:
         engine.register(memory.ctypes.data, len(memory))

@@ -1,11 +1,8 @@
-"""Speeds on a noisy machine: limit and subject take turns, and ratios are taken per round.
+"""Speeds on a noisy machine: limit and subject run in turn, and each round gives a ratio.
 
 A limit can be reached in several ways (threads, a batch, ...). Each is tried a few times first, and
-the one with the best median is the limit of all rounds: taking the best of every round anew would
-compare the luckiest of many runs with one run of the subject.
-
-What is compared with itself at another time (`change`) is compared beside the same limit, in the
-same memory.
+the one with the best median is the limit of all rounds. The best of each round would compare the
+luckiest of many runs with one run of the subject.
 """
 
 import time
@@ -15,13 +12,13 @@ from statistics import median
 from typing import Final
 
 Work = Callable[[], float]
-"""Does a fixed amount of work once and returns the seconds it took, preparations left out."""
+"""Does a fixed amount of work and returns its seconds, without preparations."""
 _TRIALS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """One speed beside its limit. `ratio` is the median of the rounds' own ratios."""
+    """One speed and its limit. `ratio` is the median of the ratios of all rounds."""
 
     tier: str
     op: str
@@ -32,10 +29,10 @@ class SpeedRow:
     ratio_min: float
     ratio_max: float
     limit_by: str
-    """What reached the limit."""
+    """The way that reached the limit."""
     rounds: int
     bar: float | None = None
-    """The least ratio we want; None where nothing is promised."""
+    """The least good ratio; None without a promise."""
 
     @property
     def ok(self) -> bool:
@@ -50,7 +47,7 @@ class Latency:
     p99_us: float
     calls: int
     bar_us: float | None = None
-    """The most we want for p50."""
+    """The largest good p50."""
 
     @property
     def ok(self) -> bool:
@@ -67,7 +64,7 @@ class Figure:
     low: float
     high: float
     bar: float | None = None
-    """The most we want, or the least if `bar_is_least`."""
+    """The largest good value, or the smallest if `bar_is_least`."""
     bar_is_least: bool = False
 
     @property
@@ -82,10 +79,21 @@ Result = SpeedRow | Latency | Figure
 
 @dataclass(frozen=True, slots=True)
 class BenchPart:
-    """A piece of a benchmark. `run` takes a while; `label` is shown meanwhile."""
+    """A part of a benchmark; `label` is shown while it runs."""
 
     label: str
     run: Callable[[], list[Result]]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """The sizes and rounds of a benchmark."""
+
+    blocks_bytes: Sequence[int]
+    total_bytes: int
+    """Moved in each run."""
+    rounds: int
+    quick: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +110,7 @@ class Timings:
     def row(
         self, tier: str, op: str, block_bytes: int, nbytes: int, bar: float | None = None
     ) -> SpeedRow:
-        """As a row, `nbytes` being what each run moved."""
+        """As a row; each run moved `nbytes`."""
         ratios = self.ratios()
         return SpeedRow(
             tier=tier,
@@ -120,7 +128,7 @@ class Timings:
 
 
 def stopwatch(work: Callable[[], object]) -> Work:
-    """`work` as a Work whose whole run counts."""
+    """`work` as a Work whose whole run is timed."""
 
     def timed() -> float:
         started = time.perf_counter()
@@ -131,7 +139,7 @@ def stopwatch(work: Callable[[], object]) -> Work:
 
 
 def fastest(ways: Mapping[str, Work], trials: int = _TRIALS) -> str:
-    """Name of the way with the best median; the trials of all ways are interleaved."""
+    """The name of the way with the best median; all ways are tried in turn."""
     if len(ways) == 1:
         return next(iter(ways))
     taken: dict[str, list[float]] = {name: [] for name in ways}
@@ -139,20 +147,6 @@ def fastest(ways: Mapping[str, Work], trials: int = _TRIALS) -> str:
         for name, work in ways.items():
             taken[name].append(work())
     return min(taken, key=lambda name: median(taken[name]))
-
-
-def fastest_way(ways: Mapping[str, Work]) -> dict[str, Work]:
-    name = fastest(ways)
-    return {name: ways[name]}
-
-
-def change(before: Timings, after: Timings) -> Timings:
-    """How a subject's share of its limit has changed: both Speeds are of the same memory."""
-    return Timings(
-        seconds=tuple(1 / ratio for ratio in after.ratios()),
-        limit_seconds=tuple(1 / ratio for ratio in before.ratios()),
-        limit_by="itself with a small index, each beside the raw limit",
-    )
 
 
 def compare(
@@ -182,5 +176,5 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def spread(what: str, values: Sequence[float], unit: str, bar: float | None = None) -> Figure:
-    """Median and extremes of repeated measurements; `bar` is the most we want."""
+    """Median and extremes of repeated measurements; `bar` is the largest good value."""
     return Figure(what, median(values), unit, min(values), max(values), bar)

@@ -1,11 +1,10 @@
-"""`bench ttft`: how soon a model answers a long prompt, from each tier and computed.
+"""`bench ttft`: the time to first token of a long prompt, computed and from each tier.
 
-Four ways to the first token of the same prompt take turns: computed by the model alone; computed
-with a depot that has nothing of it, which adds the lookup and the offload; from memory; and from
-disk by a store that was just opened. The first token must be the same in all of them.
+Four ways run in turn: computed by the model alone; computed with a depot that has no block of the
+prompt, which adds the lookup and the offload; from memory; and from the disk of a store that was
+just opened. The first token must be the same in all of them.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,7 +13,7 @@ import numpy as np
 
 from kvdepot.bench.bars import TTFT_MISS, TTFT_SSD
 from kvdepot.bench.raw import MIB
-from kvdepot.bench.rounds import BenchPart, Result, Timings, compare, spread
+from kvdepot.bench.rounds import Result, Timings, compare, spread
 from kvdepot.errors import ConfigError, StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
@@ -23,60 +22,51 @@ if TYPE_CHECKING:
     from kvdepot.adapters.hf.first_token import TimedAnswer, TimedModel
 
 PREFIX_TOKENS: Final = 4000
+QUICK_PREFIX_TOKENS: Final = 1000
 QUESTION_TOKENS: Final = 16
 BLOCK_TOKENS: Final = 32
-"""A prefix is fetched in whole blocks and the rest computed; small blocks leave a small rest."""
+"""A prefix is fetched in whole blocks; with small blocks little is left to compute."""
 _WAIT_S: Final = 120.0
 _ROOM: Final = 1.25
 
 
-@dataclass(slots=True)
-class TtftPlan:
+@dataclass(frozen=True, slots=True)
+class Measurement:
     directory: Path
     cache: Path
-    """Where SmolLM2 is kept."""
-    model: Path | None
-    """A model folder to use instead."""
+    """The folder of SmolLM2."""
+    folder: Path | None
+    """A model to use instead."""
     prefix_tokens: int
     rounds: int
-    arms: "Arms | None" = None
 
-    def parts(self) -> Iterator[BenchPart]:
-        yield BenchPart("loading the model (a minute the first time)", self._load)
-        yield BenchPart(f"time to first token, {self.prefix_tokens} tokens", self._measure)
-
-    def _load(self) -> list[Result]:
+    def __call__(self) -> list[Result]:
         from kvdepot.adapters.hf import smollm2
         from kvdepot.adapters.hf.first_token import TimedModel
 
-        folder = self.model or smollm2.prepare(self.cache)
-        model = TimedModel.load(folder)
+        model = TimedModel.load(self.folder or smollm2.prepare(self.cache))
         if model.context_tokens < self.prefix_tokens + QUESTION_TOKENS + 1:
             reason = f"{self.prefix_tokens} is more than the model's {model.context_tokens}"
             raise ConfigError("prefix", reason, hint="give a smaller --prefix")
-        self.arms = Arms(model, self.directory, self.prefix_tokens)
-        return []
-
-    def _measure(self) -> list[Result]:
-        assert self.arms is not None
-        with_depot = {"miss": self.arms.miss, "dram": self.arms.dram, "ssd": self.arms.ssd}
+        arms = Arms(model, self.directory, self.prefix_tokens)
         try:
-            speeds = compare({"computed": self.arms.computed}, with_depot, self.rounds)
+            with_depot = {"miss": arms.miss, "dram": arms.dram, "ssd": arms.ssd}
+            speeds = compare({"computed": arms.computed}, with_depot, self.rounds)
         finally:
-            self.arms.close()
-        return figures(speeds, self.prefix_tokens, self.arms.whole_call_s)
+            arms.close()
+        return figures(speeds, self.prefix_tokens, arms.whole_call_s)
 
 
 @dataclass(slots=True)
 class Arms:
-    """The four ways. Each returns the seconds to the first token, preparations left out."""
+    """The four ways. Each returns the seconds to the first token, without preparations."""
 
     model: "TimedModel"
     directory: Path
     prefix_tokens: int
     prompt: list[int] = field(default_factory=list)
     whole_call_s: dict[str, list[float]] = field(default_factory=dict)
-    """By way: until the call returned, with all that is offloaded before it does."""
+    """Seconds until the call returned, with the offload, by way."""
     _stores: dict[str, Store] = field(default_factory=dict)
     _first: list[int] = field(default_factory=list)
     _misses: int = 0
@@ -91,7 +81,7 @@ class Arms:
         return self._timed("computed")
 
     def miss(self) -> float:
-        """A tenant of its own each time, so that nothing is found."""
+        """A new tenant each time, so that nothing is found."""
         self._misses += 1
         store = self._store("miss")
         self._attach(store, tenant=f"bench-{self._misses}")
@@ -107,7 +97,7 @@ class Arms:
         return seconds
 
     def ssd(self) -> float:
-        """A store that was closed and opened again has nothing in memory."""
+        """A store that was closed and opened again has no blocks in memory."""
         self._filled("ssd").close()
         del self._stores["ssd"]
         self._attach(self._store("ssd"))
@@ -141,7 +131,7 @@ class Arms:
         self.model.attach(store, block_tokens=BLOCK_TOKENS, **settings)
 
     def _filled(self, name: str) -> Store:
-        """A store that holds the prompt, on disk too."""
+        """A store with the prompt in memory and on disk."""
         known = name in self._stores
         store = self._store(name)
         if not known:
@@ -151,10 +141,10 @@ class Arms:
         return store
 
     def _settle(self, store: Store) -> None:
-        """Let what goes on in the background end before anything else is timed."""
+        """Wait until the work in the background ends."""
         self.model.flush()
         if not store.flush(_WAIT_S):
-            raise StateError("flush did not write everything down")
+            raise StateError("flush did not write all blocks")
 
     def _store(self, name: str) -> Store:
         if name not in self._stores:

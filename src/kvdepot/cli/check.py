@@ -1,88 +1,78 @@
-"""`kvdepot check PATH`: verify a store on disk, and repair it."""
+"""`kvdepot check PATH`: verifies a store on disk, and repairs it."""
 
 import argparse
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvdepot.cli import output
+from kvdepot.cli.command import Answer, Command
 from kvdepot.core.depot import Finding
 from kvdepot.core.units import format_bytes, format_count
 from kvdepot.store.check.offline import AuditReport, audit
-from kvdepot.store.check.repair import RepairReport, repair
+from kvdepot.store.check.repair import repair
 
 SHOWN_MAX = 20
 """Findings printed for people; --json has all of them."""
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser(
-        "check",
-        description="Verify every block of a store on disk. Changes nothing unless asked to "
-        "repair, and may run while the store is in use. Exits with 1 if something is damaged.",
-    )
-    parser.add_argument("path", type=Path, metavar="PATH", help="a directory or block device")
-    parser.add_argument(
-        "--repair",
-        action="store_true",
-        help="drop what is damaged and keep the rest; no process may have the store open",
-    )
-    output.add_json_flag(parser)
+def run(args: argparse.Namespace) -> Answer:
+    with following(f"checking {args.path}") as progress:
+        report = audit(args.path, progress=progress)
+    if report.ok or not args.repair:
+        return answer(report)
+    with following(f"repairing {args.path}") as progress:
+        repaired = repair(args.path, progress=progress)
+    with following(f"checking {args.path}") as progress:
+        left = answer(audit(args.path, progress=progress))
+    assert isinstance(left.document, dict)
+    findings = {"found": report.as_dict()["findings"], **repaired.as_dict()}
+    lines = ["found", *shown(report.findings, "  "), "repaired", *shown(repaired.done, "  ")]
+    if repaired.failed:
+        lines += ["could not repair", *shown(repaired.failed, "  ")]
+    document = {**left.document, "repair": findings}
+    return Answer(document, [*lines, *left.text], left.notes, left.status)
 
 
-def run(args: argparse.Namespace) -> int:
-    found = watched_audit(args.path)
-    if found.ok or not args.repair:
-        show(found, as_json=args.json)
-        return 0 if found.ok else 1
-    with output.Progress(f"repairing {args.path}") as line:
-        done = repair(args.path, progress=partial(follow, line))
-    left = watched_audit(args.path)
-    if args.json:
-        before = found.as_dict()["findings"]
-        output.document({**left.as_dict(), "repair": {"found": before, **done.as_dict()}})
-    else:
-        show_repair(found, done)
-        show(left, as_json=False)
-    return 0 if left.ok else 1
+@contextmanager
+def following(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A line of progress, and the function that reports bytes done and bytes in all."""
+    with output.Progress(label) as line:
+
+        def progress(done: int, total: int) -> None:
+            line.total = total
+            line.advance(done - line.done)
+
+        yield progress
 
 
-def follow(line: output.Progress, done: int, total: int) -> None:
-    line.total = total
-    line.advance(done - line.done)
-
-
-def watched_audit(path: Path) -> AuditReport:
-    with output.Progress(f"checking {path}") as line:
-        return audit(path, progress=partial(follow, line))
-
-
-def show(report: AuditReport, *, as_json: bool) -> None:
-    if as_json:
-        output.document(report.as_dict())
-        return
-    show_list(report.findings)
-    held = f"{format_count(report.blocks, 'intact block')}, {format_bytes(report.nbytes)}, "
-    held += f"in {format_count(report.segments, 'segment')}"
+def answer(report: AuditReport) -> Answer:
+    intact = f"{format_count(report.blocks, 'intact block')}, {format_bytes(report.nbytes)}, "
+    intact += f"in {format_count(report.segments, 'segment')}"
     if report.ok:
-        output.data(f"{report.path}: ok, {held}")
-        return
-    output.data(f"{report.path}: damaged in {format_count(len(report.findings), 'place')}; {held}")
-    output.say(f"hint: kvdepot check --repair {report.path}")
+        return Answer(report.as_dict(), [f"{report.path}: ok, {intact}"])
+    damaged = f"damaged in {format_count(len(report.findings), 'place')}"
+    return Answer(
+        report.as_dict(),
+        [*shown(report.findings), f"{report.path}: {damaged}; {intact}"],
+        notes=[f"hint: kvdepot check --repair {report.path}"],
+        status=1,
+    )
 
 
-def show_repair(found: AuditReport, done: RepairReport) -> None:
-    output.data("found")
-    show_list(found.findings, indent="  ")
-    output.data("repaired")
-    show_list(done.done, indent="  ")
-    if done.failed:
-        output.data("could not repair")
-        show_list(done.failed, indent="  ")
-
-
-def show_list(findings: Sequence[Finding], *, indent: str = "") -> None:
-    for finding in findings[:SHOWN_MAX]:
-        output.data(f"{indent}{finding}")
+def shown(findings: Sequence[Finding], indent: str = "") -> list[str]:
+    lines = [f"{indent}{finding}" for finding in findings[:SHOWN_MAX]]
     if len(findings) > SHOWN_MAX:
-        output.data(f"{indent}… and {len(findings) - SHOWN_MAX:,} more; --json lists them all")
+        more = f"{len(findings) - SHOWN_MAX:,} more; --json lists them all"
+        lines.append(f"{indent}… and {more}")
+    return lines
+
+
+COMMAND = Command(
+    more="Verifies every block. Changes nothing without --repair; the store may be in use "
+    "meanwhile. Exits with 1 if the store is damaged.",
+    options="""
+    PATH        a directory or block device
+    --repair    remove what is damaged; no process may have the store open
+    """,
+    run=run,
+)

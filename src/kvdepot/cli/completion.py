@@ -1,112 +1,89 @@
-"""`kvdepot --completion SHELL`: what a shell needs to complete the words of our commands.
+"""`kvdepot completion SHELL`: a script that completes the commands and options of kvdepot.
 
-The script is made from the parsers themselves, and holds all of them: completing starts no Python.
+The script contains all of them, so that completing starts no Python.
 """
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
+from kvdepot.cli.command import Answer, Command, Option, command_tree, parse_options
+
 SHELLS: Final = ("bash", "zsh", "fish")
+Tree = list[tuple[str, Command]]
 
 
-@dataclass(frozen=True, slots=True)
-class CompletedOption:
-    names: tuple[str, ...]
-    help: str
-    takes_value: bool
-    choices: tuple[str, ...]
+def parse_shell(text: str) -> str:
+    if text not in SHELLS:
+        raise ValueError(f"{text!r} is not one of {', '.join(SHELLS)}")
+    return text
 
 
-@dataclass(frozen=True, slots=True)
-class CompletedCommand:
-    """One command, or verb of a command: what may follow it."""
-
-    path: tuple[str, ...]
-    verbs: dict[str, str]
-    """With what they do."""
-    options: tuple[CompletedOption, ...]
-
-    @property
-    def words(self) -> list[str]:
-        return [*self.verbs, *(name for option in self.options for name in option.names)]
+def run(args: argparse.Namespace) -> Answer:
+    tree = command_tree()
+    if args.shell == "fish":
+        script = "\n".join(fish_lines(tree))
+    else:
+        before = ["autoload -U +X bashcompinit && bashcompinit"] if args.shell == "zsh" else []
+        script = "\n".join([*before, *bash_lines(tree)])
+    return Answer({"shell": args.shell, "script": script}, script)
 
 
-def script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """The completion of `parser`, which has all its commands, for one of SHELLS."""
-    commands = list(walk(parser, (parser.prog,)))
-    if shell == "fish":
-        return "\n".join(fish_lines(commands))
-    before = ["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []
-    return "\n".join([*before, *bash_lines(parser.prog, commands)])
+def options_of(name: str, command: Command) -> list[Option]:
+    """The options of a command, with `--help`."""
+    shared = "--help  show this help message and exit"
+    shared += "" if " " in name else "\n--version  print the version"
+    own = [one for one in command.parsed_options() if one.name.startswith("-")]
+    return [*parse_options(shared, {}), *own]
 
 
-def walk(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> Iterator[CompletedCommand]:
-    options, verbs, below = [], {}, {}
-    for action in parser._actions:  # argparse has no public way to ask
-        if isinstance(action, argparse._SubParsersAction):
-            below = action.choices
-            told = {choice.dest: choice.help or "" for choice in action._choices_actions}
-            verbs = {name: told.get(name, "") for name in below}
-        elif action.option_strings:
-            choices = tuple(map(str, action.choices)) if action.choices else ()
-            help_text = "" if action.help == argparse.SUPPRESS else action.help or ""
-            options.append(
-                CompletedOption(tuple(action.option_strings), help_text, action.nargs != 0, choices)
-            )
-    yield CompletedCommand(path, verbs, tuple(options))
-    for name, one in below.items():
-        yield from walk(one, (*path, name))
-
-
-def bash_lines(prog: str, commands: list[CompletedCommand]) -> Iterator[str]:
-    """A function that follows the words to a command, then offers what that takes, or files."""
-    deeper = "|".join(f'"{" ".join(one.path)}"' for one in commands if len(one.path) > 1)
-    yield f"_{prog}() {{"
-    yield '  local word words here="' + prog + '" last="${COMP_WORDS[COMP_CWORD-1]}"'
+def bash_lines(tree: Tree) -> Iterator[str]:
+    """A function that follows the words to a command, then offers its options, or files."""
+    deeper = "|".join(f'"{name}"' for name, _ in tree[1:])
+    yield "_kvdepot() {"
+    yield '  local word words here="kvdepot" last="${COMP_WORDS[COMP_CWORD-1]}"'
     yield '  for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do'
     yield f'    case "$here $word" in {deeper}) here="$here $word" ;; esac'
     yield "  done"
     yield '  case "$here $last" in'
-    for one in commands:
-        for option in one.options:
-            if option.choices:
-                names = "|".join(f'"{" ".join(one.path)} {name}"' for name in option.names)
-                yield f'    {names}) words="{" ".join(option.choices)}" ;;'
-            elif option.takes_value:
-                names = "|".join(f'"{" ".join(one.path)} {name}"' for name in option.names)
-                yield f'    {names}) words="" ;;'
+    for name, command in tree:
+        for option in options_of(name, command):
+            if option.metavar:
+                yield f'    "{name} {option.name}") words="{" ".join(option.choices)}" ;;'
     yield '    *) case "$here" in'
-    for one in commands:
-        yield f'      "{" ".join(one.path)}") words="{" ".join(one.words)}" ;;'
+    for name, command in tree:
+        words = [*command.verbs, *(option.name for option in options_of(name, command))]
+        yield f'      "{name}") words="{" ".join(words)}" ;;'
     yield "    esac ;;"
     yield "  esac"
     yield '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))'
     yield "}"
-    yield f"complete -o bashdefault -o default -F _{prog} {prog}"
+    yield "complete -o bashdefault -o default -F _kvdepot kvdepot"
 
 
-def fish_lines(commands: list[CompletedCommand]) -> Iterator[str]:
-    for one in commands:
-        prog, *names = one.path
-        seen = "; and ".join(f"__fish_seen_subcommand_from {name}" for name in names)
-        verbs = " ".join(one.verbs)
-        none = f"not __fish_seen_subcommand_from {verbs}"
-        for verb, text in one.verbs.items():
+def fish_lines(tree: Tree) -> Iterator[str]:
+    for name, command in tree:
+        seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split()[1:])
+        none = f"not __fish_seen_subcommand_from {' '.join(command.verbs)}"
+        for verb, below in command.verbs.items():
             where = f"{seen}; and {none}" if seen else none
-            yield f"complete -c {prog} -f -n {quoted(where)} -a {verb} -d {quoted(text)}"
-        for option in one.options:
-            words = [
-                f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}"
-                for name in option.names
-            ]
+            yield f"complete -c kvdepot -f -n {quoted(where)} -a {verb} -d {quoted(below.help)}"
+        for option in options_of(name, command):
+            words = [f"-l {option.name[2:]}"]
             words += [f"-n {quoted(seen)}"] if seen else []
-            words += ["-r"] if option.takes_value else []
+            words += ["-r"] if option.metavar else []
             words += [f"-f -a {quoted(' '.join(option.choices))}"] if option.choices else []
-            yield f"complete -c {prog} {' '.join(words)} -d {quoted(option.help)}"
+            yield f"complete -c kvdepot {' '.join(words)} -d {quoted(option.help)}"
 
 
 def quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
+
+
+COMMAND = Command(
+    more="For example: kvdepot completion bash > /etc/bash_completion.d/kvdepot",
+    options=f"SHELL    {', '.join(SHELLS)}",
+    run=run,
+    kinds={"SHELL": parse_shell},
+)

@@ -1,4 +1,4 @@
-"""Where commands write: reports, scratch directories, gone afterwards, and the cache of models."""
+"""Places that commands write to: reports, scratch directories, the cache of models."""
 
 import shutil
 import signal
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvdepot.cli.doctor import machine
+from kvdepot.cli.machine import PathFacts, read_path
 from kvdepot.core.private import write_private_file
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
@@ -15,10 +15,10 @@ from kvdepot.errors import ConfigError
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
-def choose_parent(given: Path | None, needed_bytes: int) -> machine.PathFacts:
-    """The directory given, else the first usable one of the temporary ones and the current one.
+def choose_parent(given: Path | None, needed_bytes: int) -> PathFacts:
+    """The given directory, else a usable one: temporary ones, then the current one.
 
-    Prefers a disk to a filesystem in memory. Raises ConfigError where there is not enough room.
+    Prefers a disk to a filesystem in memory. Raises ConfigError if the free space is too small.
     """
     if given is not None:
         if not given.is_dir():
@@ -29,14 +29,14 @@ def choose_parent(given: Path | None, needed_bytes: int) -> machine.PathFacts:
         candidates = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
     usable = []
     for path in candidates:
-        facts = machine.read_path(path)
+        facts = read_path(path)
         if not facts.problem and not facts.is_device and facts.free_bytes >= needed_bytes:
             usable.append(facts)
     if not usable:
         places = ", ".join(map(str, candidates))
         raise ConfigError(
             "path",
-            f"no directory with {format_bytes(needed_bytes)} to write to among {places}",
+            f"no writable directory with {format_bytes(needed_bytes)} free among {places}",
             hint="give one with --path",
         )
     return next((facts for facts in usable if facts.filesystem not in IN_MEMORY), usable[0])
@@ -44,9 +44,9 @@ def choose_parent(given: Path | None, needed_bytes: int) -> machine.PathFacts:
 
 @contextmanager
 def scratch_directory(parent: Path, prefix: str, *, keep: bool = False) -> Iterator[Path]:
-    """A new directory in `parent`. Removed with all that is in it, also after Ctrl-C or SIGTERM.
+    """A new directory in `parent`, removed with its content, also after Ctrl-C or SIGTERM.
 
-    Call from the main thread: while it lasts, SIGTERM ends the command the way Ctrl-C does.
+    Call it from the main thread. Inside the scope SIGTERM ends the command like Ctrl-C.
     """
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -59,7 +59,7 @@ def scratch_directory(parent: Path, prefix: str, *, keep: bool = False) -> Itera
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a report, for this user alone; to a pipe or a terminal as it is."""
+    """Write a report, readable by this user alone; to a pipe or a terminal without a new file."""
     if path.exists() and not path.is_file():
         path.write_text(page, encoding="utf-8")
     else:
@@ -67,7 +67,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 def models_folder(env: Mapping[str, str]) -> Path:
-    """For the weights of models, by the rules of the XDG base directories."""
+    """The cache of model weights, by the rules of the XDG base directories."""
     given = Path(env.get("XDG_CACHE_HOME", ""))
     base = given if given.is_absolute() else Path(env.get("HOME", "/root")) / ".cache"
     return base / "kvdepot" / "models"

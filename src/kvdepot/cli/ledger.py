@@ -1,74 +1,67 @@
-"""`kvdepot ledger`: the GPU time that tenants and sessions have saved, and what it is worth."""
+"""`kvdepot ledger`: the GPU time that tenants and sessions have saved, and its worth."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from kvdepot.cli import output
-from kvdepot.cli.arguments import add_daemon, open_daemon
-from kvdepot.cli.report.tables import Table
-from kvdepot.cli.stats import duration
+from kvdepot.cli.arguments import DAEMON, on_daemon
+from kvdepot.cli.command import Answer, Command
+from kvdepot.cli.tables import Table
+from kvdepot.core.units import format_duration
+from kvdepot.depot import Depot
 
 _SESSIONS_SHOWN: Final = 10
 _NAME_WIDTH: Final = 40
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser(
-        "ledger",
-        description="The GPU time that tenants and sessions have saved since the daemon started, "
-        "and what it is worth. docs/ledger.md",
-    )
-    add_daemon(parser)
-    output.add_json_flag(parser)
+def run(store: Depot, args: argparse.Namespace) -> Answer:
+    ledger = store.admin.ledger()
+    return Answer(ledger, lines(ledger), notes=list(assumptions(ledger)))
 
 
-def run(args: argparse.Namespace) -> int:
-    with open_daemon(args) as store:
-        found = store.sessions.ledger()
-    if args.json:
-        output.document(found)
-        return 0
-    tenants = [(one["tenant"] or "-", *cells(one)) for one in found["tenants"]]
+def lines(ledger: Mapping[str, Any]) -> Iterator[str]:
+    tenants = [(row["tenant"] or "-", *cells(row)) for row in ledger["tenants"]]
     if len(tenants) > 1:
-        tenants.append(("all", *cells(found["total"])))
-    sessions = [(one["name"][:_NAME_WIDTH], *cells(one)) for one in found["sessions"]]
+        tenants.append(("all", *cells(ledger["total"])))
+    sessions = [(row["name"][:_NAME_WIDTH], *cells(row)) for row in ledger["sessions"]]
     for heading, rows in (("tenant", tenants), ("session", sessions[:_SESSIONS_SHOWN])):
         if rows:
-            headings = (heading, "tokens given back", "from", "GPU time saved", "worth")
-            output.data(Table(headings, rows).text())
+            heads = (heading, "tokens given back", "from", "GPU time saved", "worth")
+            yield Table(heads, rows).text()
     if not tenants:
-        output.data("no block was given back yet")
-    for line in assumptions(found):
-        output.say(line)
-    return 0
+        yield "no block was given back yet"
 
 
-def cells(one: Mapping[str, Any]) -> tuple[str, ...]:
-    timed = one["tokens"] > one["untimed_tokens"]
-    gpu_s = one["gpu_s"]
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    tiers = (f"{tier} {tokens / row['tokens']:.0%}" for tier, tokens in row["tiers"].items())
+    saved = format_duration(row["gpu_s"])
     return (
-        f"{one['tokens']:,.0f}",
-        ", ".join(f"{tier} {tokens / one['tokens']:.0%}" for tier, tokens in one["tiers"].items()),
-        (duration(gpu_s) if gpu_s >= 10 else f"{gpu_s:.2f} s") if timed else "speed unknown",
-        f"{one['saved']:,.2f}" if one["saved"] >= 1 else f"{one['saved']:.3g}",
+        f"{row['tokens']:,.0f}",
+        ", ".join(tiers),
+        saved if row["tokens"] > row["untimed_tokens"] else "speed unknown",
+        f"{row['saved']:,.2f}" if row["saved"] >= 1 else f"{row['saved']:.3g}",
     )
 
 
-def assumptions(found: Mapping[str, Any]) -> list[str]:
-    """The speeds and prices that the figures are computed with."""
-    assumed, untimed = found["assumed"], found["total"]["untimed_tokens"]
-    lines = [
-        f"prefill of {tag}: {one['tokens_per_s']:,.0f} tokens/s, measured by its engine"
-        for tag, one in assumed["measured"].items()
-    ]
+def assumptions(ledger: Mapping[str, Any]) -> Iterator[str]:
+    """The speeds and the price that the figures are computed with."""
+    assumed, untimed = ledger["assumed"], ledger["total"]["untimed_tokens"]
+    for tag, measured in assumed["measured"].items():
+        yield f"prefill of {tag}: {measured['tokens_per_s']:,.0f} tokens/s, measured by its engine"
     if "prefill_tokens_per_s" in assumed:
         speed = assumed["prefill_tokens_per_s"]
-        lines.append(f"prefill of others: {speed:,.0f} tokens/s (ledger.prefill_tokens_per_s)")
+        yield f"prefill of others: {speed:,.0f} tokens/s (ledger.prefill_tokens_per_s)"
     if untimed:
-        lines.append(
-            f"{untimed:,.0f} tokens count for no time: no prefill speed was known; "
+        yield (
+            f"{untimed:,.0f} tokens have no GPU time, because no prefill speed is known; "
             "set ledger.prefill_tokens_per_s"
         )
     price = assumed["gpu_price_per_hour"]
-    return [*lines, f"price of a GPU hour: {price:g} (ledger.gpu_price_per_hour)"]
+    yield f"price of a GPU hour: {price:g} (ledger.gpu_price_per_hour)"
+
+
+COMMAND = Command(
+    more="Counts since the start of the daemon. See docs/ledger.md.",
+    options=DAEMON,
+    run=on_daemon(run),
+)

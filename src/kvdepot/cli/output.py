@@ -1,9 +1,8 @@
-"""How commands talk: data on stdout, talk on stderr; colour on terminals only, and never needed.
+"""Prints answers on stdout and messages on stderr, with colour on terminals only.
 
 The only file of the package that prints.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import errno
@@ -20,54 +19,47 @@ from typing import Any, Self, TextIO
 from kvdepot.core.units import format_bytes
 
 SILENT_S = 2.0
-"""Nothing is shown of what ends sooner."""
+"""Work that ends sooner shows no progress."""
 TTY_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0
 RED, GREEN, YELLOW, CYAN = "1;31", "32", "33", "36"
-"""As terminals number them."""
+"""ANSI colours."""
 MARKS = {"ok": GREEN, "warn": YELLOW, "bad": RED, "stop": RED, "MISSED": RED, "down": RED}
-"""Words by which people find the lines that matter, in lists and tables."""
+"""Words that are coloured in lists and tables."""
+_settings = {"colour": True}
 
 
-@dataclasses.dataclass(slots=True)
-class TerminalWishes:
-    """What the environment asks of a terminal's look."""
-
-    colour: bool = True
-
-
-_wishes = TerminalWishes()
-
-
-def respect(env: Mapping[str, str]) -> None:
-    """No colour where NO_COLOR is set to anything, and on terminals that cannot show it."""
-    _wishes.colour = not env.get("NO_COLOR") and env.get("TERM") != "dumb"
-
-
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+def use_terminal_settings(env: Mapping[str, str]) -> None:
+    """No colour if NO_COLOR is set, and on terminals without colours."""
+    _settings["colour"] = not env.get("NO_COLOR") and env.get("TERM") != "dumb"
 
 
 def data(text: str) -> None:
-    """One piece of the answer, on stdout."""
+    """Print one part of the answer on stdout."""
     if sys.stdout is None:
         raise OSError(errno.EBADF, "standard output is closed")
     print(text)
 
 
 def document(value: object) -> None:
-    """The whole answer as JSON, on stdout. Dataclasses, paths, enums and bytes are understood."""
+    """Print the whole answer as JSON; dataclasses, paths, enums and bytes are converted."""
     data(json.dumps(value, indent=2, default=plain, allow_nan=False))
 
 
+def json_line(value: Mapping[str, Any]) -> None:
+    """Print one line of JSON at once, for the reader of a command that goes on."""
+    data(json.dumps(value))
+    flush()
+
+
 def say(text: str) -> None:
-    """Talk, on stderr. Where that is closed there is no reader to tell."""
+    """Print a message on stderr, if it is open."""
     with contextlib.suppress(OSError):
         print(text, file=talk_stream())
 
 
 def error(message: str, *, hint: str = "", as_json: bool = False) -> None:
-    """What went wrong and what to do about it: for people, and for a script that asked for JSON."""
+    """Print an error and its hint on stderr; with `as_json` also as JSON on stdout."""
     say(f"{painted('error:', RED, talk_stream())} {message}")
     if hint:
         say(f"{painted('hint:', CYAN, talk_stream())} {hint}")
@@ -76,12 +68,12 @@ def error(message: str, *, hint: str = "", as_json: bool = False) -> None:
 
 
 def painted(text: str, colour: str, stream: TextIO) -> str:
-    """`text` in colour, where the stream is a terminal that wants it."""
-    return f"\x1b[{colour}m{text}\x1b[0m" if _wishes.colour and stream.isatty() else text
+    """`text` in colour, if the stream is a terminal with colours."""
+    return f"\x1b[{colour}m{text}\x1b[0m" if _settings["colour"] and stream.isatty() else text
 
 
 def marked(cell: str) -> str:
-    """A cell for stdout, in colour where it is, or begins with, one of MARKS."""
+    """A cell for stdout, in colour if it is, or begins with, one of MARKS."""
     colour = MARKS.get(cell.strip().partition(":")[0])
     if colour is None or sys.stdout is None:
         return cell
@@ -89,18 +81,18 @@ def marked(cell: str) -> str:
 
 
 def flush() -> None:
-    """Raise BrokenPipeError now, where it is handled, and not at interpreter exit."""
+    """Raise BrokenPipeError now, and not at interpreter exit, where it is not handled."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
 def is_terminal() -> bool:
-    """Whether a person watches stdout as it is written."""
+    """True if stdout is a terminal."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
 def width() -> int | None:
-    """The columns of the terminal that stdout is; None where it is none."""
+    """The columns of the terminal of stdout; None without a terminal."""
     if not is_terminal():
         return None
     try:
@@ -114,7 +106,7 @@ def talk_stream() -> TextIO:
 
 
 def discard_stdout() -> None:
-    """After the reader has gone: let nothing that is still buffered fail at interpreter exit."""
+    """Drop what is buffered for a reader that is gone, so that interpreter exit does not fail."""
     if sys.stdout is None:
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -139,11 +131,11 @@ def rate(bytes_per_s: float) -> str:
 
 
 class Progress:
-    """One line on stderr about something that takes a while.
+    """A line of progress on stderr.
 
-    On a terminal the line is rewritten in place and wiped at the end. Elsewhere (a log file, CI)
-    nothing is written in the first two seconds, then one line every ten. Use it as a scope; call
-    `advance` from one thread.
+    On a terminal the line is rewritten in place and removed at the end. In a log file nothing is
+    written in the first two seconds, then one line every ten. Use it as a scope; call `advance`
+    from one thread.
     """
 
     def __init__(

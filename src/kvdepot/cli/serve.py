@@ -1,117 +1,31 @@
-"""`kvdepot serve`: own a store, and share it with all processes of this machine."""
+"""`kvdepot serve`: owns a store, and shares it with other processes of this machine."""
 
 import argparse
-import json
 import logging
 import os
 import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvdepot.cli import output
-from kvdepot.cli.arguments import (
-    add_socket,
-    add_store_settings,
-    count,
-    explained,
-    parse_settings,
-    positive,
-    socket_path,
-)
+from kvdepot.cli.arguments import SETTINGS, load_settings, parse_settings, socket_path
+from kvdepot.cli.command import Command
 from kvdepot.config import settings as config
 from kvdepot.core.private import make_private_folder
-from kvdepot.core.units import format_bytes, format_count, parse_bytes
+from kvdepot.core.units import format_bytes, format_count
 from kvdepot.daemon.server.client_resources import ClientLimits
 from kvdepot.daemon.server.daemon import Daemon
 from kvdepot.daemon.server.listener import Listener
 from kvdepot.daemon.wire.versions import PROTOCOL
-from kvdepot.errors import ConfigError, ExtraMissingError
+from kvdepot.errors import ExtraMissingError
 
 if TYPE_CHECKING:
     from kvdepot.daemon.http.service import HttpService
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 NOTIFY = "NOTIFY_SOCKET"
-
-
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser(
-        "serve",
-        description="Own a store and share it with other processes of this machine, which open it "
-        "as unix:PATH. Runs in the foreground until SIGTERM or Ctrl-C, then writes everything down "
-        "and exits: 0 if all of it is on disk, else 1. A second signal ends it at once.",
-    )
-    add_socket(parser, "where clients connect")
-    add_store_settings(parser)
-    parser.add_argument(
-        "--group", default="", metavar="NAME", help="let this group connect too, not only the owner"
-    )
-    parser.add_argument(
-        "--clients",
-        type=count,
-        default=ClientLimits().clients,
-        metavar="N",
-        help="processes at once",
-    )
-    add_http(parser)
-    parser.add_argument(
-        "--events",
-        metavar="ADDRESS",
-        help="tell routers what is here, for example on tcp://127.0.0.1:5557: events.endpoint",
-    )
-    parser.add_argument(
-        "--events-replay",
-        metavar="ADDRESS",
-        help="where routers ask for what they have missed: events.replay",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one line of JSON when ready, one at the end"
-    )
-
-
-def add_http(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--http",
-        metavar="HOST:PORT",
-        type=explained(parse_address),
-        help="serve the dashboard, metrics and an API too, for example on 127.0.0.1:9400",
-    )
-    for option, text in (
-        ("--http-token-file", "who sends its content may read and change; needed for other hosts"),
-        ("--http-cert", "a certificate, as PEM: serve HTTPS"),
-        ("--http-key", "the certificate's key, as PEM"),
-    ):
-        parser.add_argument(option, type=Path, metavar="FILE", help=text)
-    parser.add_argument(
-        "--http-archive-max",
-        type=explained(parse_bytes),
-        metavar="SIZE",
-        help="the largest archive of a session that is imported over HTTP (64GiB)",
-    )
-    parser.add_argument(
-        "--prefill-tokens-per-s",
-        type=positive,
-        metavar="N",
-        help="what the GPUs compute without kvdepot, for engines that do not report it: "
-        "ledger.prefill_tokens_per_s",
-    )
-    parser.add_argument(
-        "--gpu-watts",
-        type=positive,
-        metavar="N",
-        help="of these GPUs, for the joules saved: ledger.gpu_watts",
-    )
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """`127.0.0.1:9400` or `[::1]:9400`; ValueError for anything else."""
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise ValueError(f"{text!r} is not an address and a port, as 127.0.0.1:9400")
-    return host, int(port)
 
 
 def http_service(daemon: Daemon, args: argparse.Namespace) -> "HttpService":
@@ -128,37 +42,20 @@ def http_service(daemon: Daemon, args: argparse.Namespace) -> "HttpService":
     return HttpService(daemon, settings)
 
 
-def check_options(args: argparse.Namespace) -> None:
-    """Refuse options that would do nothing."""
-    for option in ("http_token_file", "http_cert", "http_key", "http_archive_max"):
-        if getattr(args, option) is not None and args.http is None:
-            name = "--" + option.replace("_", "-")
-            raise ConfigError(name, "is for --http", hint="give --http 127.0.0.1:9400 too")
-    if args.events_replay is not None and args.events is None:
-        hint = "give --events tcp://127.0.0.1:5557 too"
-        raise ConfigError("--events-replay", "is for --events", hint=hint)
-
-
 def run(args: argparse.Namespace) -> int:
-    check_options(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    overrides = parse_settings(args.settings)
-    for name, value in (("endpoint", args.events), ("replay", args.events_replay)):
-        overrides |= {f"events.{name}": value} if value is not None else {}
-    for name in ("prefill_tokens_per_s", "gpu_watts"):
-        overrides |= {f"ledger.{name}": value} if (value := getattr(args, name)) is not None else {}
-    settings = config.load(args.config, env=args.env, overrides=overrides)
+    settings = load_settings(args)
     path = socket_path(args)
     if args.socket is None and not args.env.get(config.SOCKET_ENV):
         make_private_folder(path.parent)
-    listener = Listener(path, args.group)
+    listener = Listener(path, args.group or "")
     try:
         daemon = Daemon(settings, listener, ClientLimits(clients=args.clients))
     except BaseException:
         listener.close()
         raise
     daemon.settings_file = args.config and args.config.resolve()
-    daemon.settings_elsewhere = config.names_outside_file(args.env, overrides)
+    daemon.settings_elsewhere = config.names_outside_file(args.env, parse_settings(args.set))
     http = None
     if args.http is not None:
         try:
@@ -173,35 +70,33 @@ def run(args: argparse.Namespace) -> int:
         http.start()
     announce(daemon, path, args, http.url if http is not None else "")
     daemon.run()
-    output.say("stopping: writing down what waits")
+    output.say("stopping: writing blocks to drives")
     if http is not None:
         http.stop()
     report = daemon.close()
     if args.json:
-        line({"stopped": True, "ok": report.complete, "waiting": report.waiting})
+        output.json_line({"stopped": True, "ok": report.complete, "waiting": report.waiting})
     else:
-        left = report.waiting + report.given_up
-        output.say(
-            "stopped" if report.complete else f"stopped; {format_count(left, 'block')} not written"
-        )
+        left = format_count(report.waiting + report.given_up, "block")
+        output.say("stopped" if report.complete else f"stopped; {left} not written")
     return 0 if report.complete else 1
 
 
 def stop(daemon: Daemon) -> None:
-    """The first signal ends the daemon in order, the second one at once."""
+    """The first signal ends the daemon in order; the second one ends the process at once."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)
     daemon.stop()
 
 
 def announce(daemon: Daemon, path: Path, args: argparse.Namespace, http: str) -> None:
-    """Say that clients can connect: to people, scripts and systemd."""
+    """Tell people, scripts and systemd that clients can connect."""
     stats = daemon.store.stats()
     if args.json:
         facts = {"ready": True, "socket": str(path), "pid": os.getpid()}
         facts |= {"http": http} if http else {}
         facts |= {"events": events["endpoint"]} if (events := stats.get("events")) else {}
-        line({**facts, "protocol": PROTOCOL, "blocks": stats["blocks"]})
+        output.json_line({**facts, "protocol": PROTOCOL, "blocks": stats["blocks"]})
     else:
         memory = format_bytes(stats["tiers"]["dram"]["capacity_bytes"])
         if slower := stats["tiers"].get("cxl"):
@@ -210,19 +105,38 @@ def announce(daemon: Daemon, path: Path, args: argparse.Namespace, http: str) ->
             f"ready: unix:{path}, {format_count(stats['blocks'], 'block')}, {memory} of memory, "
             f"process {os.getpid()}" + (f", {http}" if http else "")
         )
-    output.flush()
+        output.flush()
     if args.env.get(NOTIFY):
         notify(args.env[NOTIFY])
 
 
-def line(value: dict[str, Any]) -> None:
-    output.data(json.dumps(value))
-    output.flush()
-
-
 def notify(address: str) -> None:
-    """Tell systemd, for units of Type=notify."""
+    """Tell systemd that a unit of Type=notify is ready."""
     name = "\0" + address[1:] if address.startswith("@") else address
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
         sending.connect(name)
         sending.send(b"READY=1")
+
+
+COMMAND = Command(
+    more="Other processes open the store as unix:PATH. Runs in the foreground until SIGTERM or "
+    "Ctrl-C, then writes all blocks to drives and exits: 0 if all were written, else 1. A second "
+    "signal ends it at once.",
+    options=f"""
+    --socket PATH              where clients connect (default: KVDEPOT_SOCKET, else
+                               kvdepot/depot.sock in your runtime directory)
+    {SETTINGS}
+    --group NAME               a group whose members may connect too
+    --clients N                connections at the same time [default: {ClientLimits().clients}]
+    --http HOST:PORT           also serve the dashboard, metrics and the HTTP API, such as on
+                               127.0.0.1:9400
+    --http-token-file FILE     a secret that clients must send; required if HOST is not local
+                               [needs: --http]
+    --http-cert FILE           a certificate, as PEM: serve HTTPS [needs: --http]
+    --http-key FILE            the key of the certificate, as PEM [needs: --http]
+    --http-archive-max SIZE    the largest session that may be imported over HTTP (default: 64GiB)
+                               [needs: --http]
+    """,
+    run=run,
+    json="print one line of JSON when ready, and one at the end",
+)

@@ -1,7 +1,7 @@
-"""A store's connection to a NATS server: one thread, which comes back by itself.
+"""A store's connection to a NATS server: one thread, which reconnects by itself.
 
-Nothing waits for it. What cannot be sent now is dropped and counted; what waits to be sent is
-bounded. A server that is away is tried again after growing, random pauses.
+No call waits for it. Messages that cannot be sent are dropped and counted; the queue is bounded.
+After a failure the servers are tried again after growing, random pauses.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from kvdepot.errors import ConfigError, ExtraMissingError, KVDepotError
 _WAITING_MAX: Final = 256
 """Messages that wait to be sent."""
 _PENDING_MAX: Final = 1024
-"""Messages that have come and wait to be read."""
+"""Received messages that wait to be handled."""
 _PENDING_BYTES_MAX: Final = 16 << 20
 _CONNECT_S: Final = 2
 _PING_S: Final = 10
 _RETRY_S: Final = (0.1, 5.0)
-"""Pauses before a server that is away is tried again: the first one, the longest."""
+"""First and longest pause before the servers are tried again."""
 _TICK_S: Final = 0.2
 _STOP_S: Final = 5.0
 _log = RateLimitedLog("kvdepot.store")
@@ -39,15 +39,17 @@ class LinkError(KVDepotError):
 
 
 Handler = Callable[[bytes], None]
-"""Takes a message; MalformedMessageError if it is none."""
+"""Handles a message. Raises MalformedMessageError if it is malformed."""
 
 
 def connect_options(config: NatsConfig) -> dict[str, Any]:
-    """What the client is given. ConfigError where a file cannot be read, ExtraMissingError."""
+    """The options of the NATS client. Raises ConfigError if a file cannot be read, and
+    ExtraMissingError.
+    """
     _client_class()
     options: dict[str, Any] = {"servers": list(config.servers), "connect_timeout": _CONNECT_S}
     options |= {"ping_interval": _PING_S, "no_echo": True}
-    # One try of each server: what follows is decided here.
+    # One try of each server: NatsLink reconnects.
     options |= {"allow_reconnect": False, "max_reconnect_attempts": 1, "reconnect_time_wait": 0.01}
     if config.credentials_file is not None:
         _import("nkeys")
@@ -64,7 +66,7 @@ def connect_options(config: NatsConfig) -> dict[str, Any]:
 
 
 async def connected(options: Mapping[str, Any], **more: Any) -> Any:
-    """A client that is connected. Raises OSError, TimeoutError and the errors of the client."""
+    """Connect a client. Raises OSError, TimeoutError and the errors of the client."""
     client = _client_class()()
     try:
         await client.connect(**{**options, **more})
@@ -75,16 +77,16 @@ async def connected(options: Mapping[str, Any], **more: Any) -> Any:
 
 
 def link_errors() -> tuple[type[Exception], ...]:
-    """What the client raises when a server is away, or refuses it."""
+    """The exceptions of the client if a server cannot be reached or refuses it."""
     found: type[Exception] = _import("nats.errors").Error
     return (found, OSError, TimeoutError, asyncio.TimeoutError, ValueError)
 
 
 def publish_once(config: NatsConfig, subject: str, payload: bytes) -> None:
-    """Send one message, and return when a server has it. LinkError: there is none."""
+    """Send one message. Returns when a server has it; LinkError if none can be used."""
 
     async def send() -> None:
-        client = await connected(options, error_cb=_told)
+        client = await connected(options, error_cb=_report)
         try:
             await client.publish(subject, payload)
             await client.flush(_CONNECT_S)
@@ -101,8 +103,8 @@ def publish_once(config: NatsConfig, subject: str, payload: bytes) -> None:
 class NatsLink:
     """One store's connection. `publish` and `close` may be called from any thread.
 
-    `handlers` are called in its thread, by subject; `tick` every now and then, `came` after each
-    time that a server was reached: what was said meanwhile was not heard.
+    The link's thread calls the handler of each message by its subject, `tick` periodically, and
+    `came` after each connection, because messages sent before it were missed.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class NatsLink:
         self._thread.start()
 
     def publish(self, subject: str, payload: bytes) -> None:
-        """Send soon, or not at all. Does not block."""
+        """Queue a message, or drop it if no server is connected. Does not block."""
         with self._lock:
             if not self.is_up or len(self._waiting) >= _WAITING_MAX:
                 self.counts["dropped"] += 1
@@ -140,7 +142,7 @@ class NatsLink:
             self._call(self._news.set)
 
     def close(self) -> None:
-        """May be called twice."""
+        """End the connection and its thread. May be called twice."""
         self._call(self._stopping.set)
         self._thread.join(_STOP_S)
 
@@ -174,7 +176,7 @@ class NatsLink:
             pause_s = min(2 * pause_s, _RETRY_S[1])
 
     async def _serve(self) -> None:
-        """From one connection to its end."""
+        """Connect, then serve the connection until it ends."""
         ended = asyncio.Event()
 
         async def closed() -> None:
@@ -211,8 +213,8 @@ class NatsLink:
                 await client.close()
 
     async def _connected(self, closed: Callable[[], Any]) -> Any:
-        """A client; None: it is to stop."""
-        trying = asyncio.ensure_future(connected(self._options, closed_cb=closed, error_cb=_told))
+        """Connect a client. None if the link is being closed."""
+        trying = asyncio.ensure_future(connected(self._options, closed_cb=closed, error_cb=_report))
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait({trying, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -240,7 +242,7 @@ class NatsLink:
             except MalformedMessageError as error:
                 with self._lock:
                     self.counts["refused"] += 1
-                _log.warning("nats: a message is left out: it %s", error)
+                _log.warning("nats: a message was ignored: it %s", error)
 
         return received
 
@@ -252,13 +254,13 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
         return
 
 
-async def _told(error: Exception) -> None:
-    """The client tells of an error, beside what it raises."""
+async def _report(error: Exception) -> None:
+    """Log an error that the client reports and does not raise."""
     _log.warning("nats: %s", _named(error))
 
 
 def _named(error: Exception) -> str:
-    """Without addresses or anything that was sent."""
+    """The name of an error, without addresses and contents of messages."""
     return type(error).__name__
 
 

@@ -1,10 +1,10 @@
-"""What stores of a site tell each other: JSON, of a bounded size, with a version.
+"""The messages between the stores of a site: JSON of a bounded size, with a version.
 
     kvdepot.SITE.changed    a store has published something in the bucket or folder that they share
-    kvdepot.SITE.hint       a prompt will be wanted on a node, within so many seconds
+    kvdepot.SITE.hint       a prompt will be needed on a node, within a number of seconds
 
-A message is word of what may be so. What it leads to is a look, or reads that are verified as all
-are: one that is forged or stale costs time.
+Messages are hints; the bucket is the source of truth. A message causes a refresh or verified reads,
+so that a forged or stale one only costs time.
 """
 
 import json
@@ -16,7 +16,7 @@ from kvdepot.core.block import KEY_BYTES, BlockKey
 
 VERSION: Final = 1
 MESSAGE_BYTES_MAX: Final = 1_000_000
-"""A server takes 1 MiB, unless it is set up otherwise."""
+"""Below 1 MiB, the default limit of servers."""
 KEYS_MAX: Final = 8192
 TOKENS_MAX: Final = 1 << 17
 WITHIN_S_MAX: Final = 3600.0
@@ -25,20 +25,20 @@ _TOKEN_LIMIT: Final = 1 << 32
 
 
 class MalformedMessageError(Exception):
-    """Not a message that this program knows."""
+    """The message is malformed, or of a version that this program does not know."""
 
 
 def subject(site: str, kind: str) -> str:
-    """Where messages of a kind go."""
+    """The NATS subject of the messages of one kind."""
     return f"kvdepot.{site}.{kind}"
 
 
 @dataclass(frozen=True, slots=True)
 class ChangedMessage:
-    """A store has published something."""
+    """A store has published changes in the shared tier."""
 
     sender: str
-    """A name that each opening of a store makes for itself."""
+    """A random name of one opening of a store."""
 
     def pack(self) -> bytes:
         return json.dumps({"v": VERSION, "from": self.sender}).encode()
@@ -50,58 +50,58 @@ class ChangedMessage:
 
 @dataclass(frozen=True, slots=True)
 class HintMessage:
-    """A prompt that will be wanted: a session's, or by its keys, or by its tokens."""
+    """A prompt that will be needed, given by its session, its keys or its tokens."""
 
     node: str
-    """Where; empty: on every node."""
+    """The node that needs it; empty: every node."""
     within_s: float
-    """How soon, from now: no clock is compared with another machine's."""
+    """Seconds from now, because clocks of machines are not compared."""
     session: str = ""
     tenant: str = ""
-    """Whose session it is."""
+    """The tenant of the session."""
     keys: tuple[BlockKey, ...] = ()
-    """Of one prompt in one namespace, head first."""
+    """Keys of one prompt in one namespace, head first."""
     tokens: tuple[int, ...] = ()
     model: str = ""
-    """Of the tokens; empty: all models."""
+    """Model of the tokens; empty: all models."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("session", "keys", "tokens") if getattr(self, name)]
         if len(given) != 1:
-            raise MalformedMessageError("names not one of a session, keys and tokens")
+            raise MalformedMessageError("must have exactly one of session, keys and tokens")
         if len(self.keys) > KEYS_MAX or len(self.tokens) > TOKENS_MAX:
             raise MalformedMessageError("is too long")
         if not (0 <= self.within_s <= WITHIN_S_MAX and math.isfinite(self.within_s)):
-            raise MalformedMessageError(f"is not for 0 to {WITHIN_S_MAX:.0f} seconds from now")
+            raise MalformedMessageError(f"within_s is not 0 to {WITHIN_S_MAX:.0f} seconds from now")
 
     def pack(self) -> bytes:
-        """MalformedMessageError if it is too long to be sent."""
-        told: dict[str, Any] = {"v": VERSION, "node": self.node, "within_s": self.within_s}
+        """Serialize the message. MalformedMessageError if it is too long."""
+        fields: dict[str, Any] = {"v": VERSION, "node": self.node, "within_s": self.within_s}
         texts = {"session": self.session, "tenant": self.tenant, "model": self.model}
-        told |= {name: text for name, text in texts.items() if text}
+        fields |= {name: text for name, text in texts.items() if text}
         if self.keys:
-            told["keys"] = [key.hex() for key in self.keys]
+            fields["keys"] = [key.hex() for key in self.keys]
         if self.tokens:
-            told["tokens"] = list(self.tokens)
-        raw = json.dumps(told, separators=(",", ":")).encode()
+            fields["tokens"] = list(self.tokens)
+        raw = json.dumps(fields, separators=(",", ":")).encode()
         if len(raw) > MESSAGE_BYTES_MAX:
             raise MalformedMessageError("is too long")
         return raw
 
     @classmethod
     def parse(cls, raw: bytes) -> "HintMessage":
-        told = _opened(raw)
-        within_s = told.get("within_s")
+        fields = _opened(raw)
+        within_s = fields.get("within_s")
         if isinstance(within_s, bool) or not isinstance(within_s, int | float):
-            raise MalformedMessageError("within_s is no number")
+            raise MalformedMessageError("within_s is not a number")
         return cls(
-            node=_text(told, "node"),
+            node=_text(fields, "node"),
             within_s=float(within_s),
-            session=_text(told, "session"),
-            tenant=_text(told, "tenant"),
-            keys=tuple(map(_key, _list(told, "keys", KEYS_MAX))),
-            tokens=tuple(map(_token, _list(told, "tokens", TOKENS_MAX))),
-            model=_text(told, "model"),
+            session=_text(fields, "session"),
+            tenant=_text(fields, "tenant"),
+            keys=tuple(map(_key, _list(fields, "keys", KEYS_MAX))),
+            tokens=tuple(map(_token, _list(fields, "tokens", TOKENS_MAX))),
+            model=_text(fields, "model"),
         )
 
 
@@ -109,25 +109,25 @@ def _opened(raw: bytes) -> dict[str, Any]:
     if len(raw) > MESSAGE_BYTES_MAX:
         raise MalformedMessageError("is too long")
     try:
-        told = json.loads(raw)
+        fields = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise MalformedMessageError("is not JSON") from error
-    if not isinstance(told, dict) or told.get("v") != VERSION:
+    if not isinstance(fields, dict) or fields.get("v") != VERSION:
         raise MalformedMessageError("is of another version")
-    return told
+    return fields
 
 
-def _text(told: dict[str, Any], name: str) -> str:
-    value = told.get(name, "")
+def _text(fields: dict[str, Any], name: str) -> str:
+    value = fields.get(name, "")
     if not isinstance(value, str) or len(value) > _TEXT_MAX or not value.isprintable():
-        raise MalformedMessageError(f"{name} is no text")
+        raise MalformedMessageError(f"{name} is not text")
     return value
 
 
-def _list(told: dict[str, Any], name: str, most: int) -> list[Any]:
-    value = told.get(name, [])
+def _list(fields: dict[str, Any], name: str, most: int) -> list[Any]:
+    value = fields.get(name, [])
     if not isinstance(value, list) or len(value) > most:
-        raise MalformedMessageError(f"{name} is no list, or too long")
+        raise MalformedMessageError(f"{name} is not a list, or too long")
     return value
 
 
@@ -135,13 +135,13 @@ def _key(value: Any) -> BlockKey:
     try:
         key = bytes.fromhex(value)
     except (TypeError, ValueError) as error:
-        raise MalformedMessageError("has a key that is none") from error
+        raise MalformedMessageError("has an invalid key") from error
     if len(key) != KEY_BYTES:
-        raise MalformedMessageError("has a key that is none")
+        raise MalformedMessageError("has an invalid key")
     return BlockKey(key)
 
 
 def _token(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _TOKEN_LIMIT:
-        raise MalformedMessageError("has a token that is none")
+        raise MalformedMessageError("has an invalid token")
     return value

@@ -1,10 +1,9 @@
-"""Builds a tree of frozen dataclasses from TOML, environment and overrides, strictly, and shows it.
+"""Builds a tree of frozen dataclasses from TOML, environment and overrides, and writes it as TOML.
 
-Knows no setting but those that were removed (`REMOVED_SETTINGS`). A field's type says how its value
-is read: `Annotated[int, Unit.BYTES]` takes "64GiB", `Annotated[float, Unit.SECONDS]` takes "250ms",
-a tuple takes one value or a list, `X | None` takes "none", a class with a `SHORTHAND` takes that
-field's value alone. The string under a field is its documentation and becomes the comment in
-`to_toml`.
+The type of a field determines how its value is read: `Annotated[int, Unit.BYTES]` takes "64GiB",
+`Annotated[float, Unit.SECONDS]` takes "250ms", a tuple takes one value or a list, `X | None` takes
+"none", a class with a `SHORTHAND` takes that field's value alone. The string under a field is its
+documentation and becomes the comment in `to_toml`.
 """
 
 import ast
@@ -42,8 +41,7 @@ REMOVED_SETTINGS: Final[dict[str, str]] = {
     "ssd.io_engine": "removed in 0.3.0: io_uring is used where the kernel allows it, else threads",
     "ssd.mirror": "removed in 0.3.0: use RAID 1 below the drive",
 }
-"""Keys that an older version had, by their full name. The error names the release that removed the
-key and says what replaces it."""
+"""Error for each setting of an older version: the release that removed it and the replacement."""
 
 T = TypeVar("T")
 Tree = dict[str, Any]
@@ -59,7 +57,7 @@ _SERVICE_VALUE: Final = re.compile(r"(?:tcp|udp|sctp)(?:://.*)?|\d+|\d+(?:\.\d+)
 
 
 class Unit(Enum):
-    """What a number in the configuration counts; marks a field by Annotated."""
+    """The unit of a number in the configuration; marks a field by Annotated."""
 
     BYTES = "bytes"
     SECONDS = "seconds"
@@ -72,7 +70,7 @@ class Secret(Enum):
 
 
 def load_settings(cls: type[T], given: Mapping[str, Any], setting: str) -> T:
-    """A `cls` from what an engine was given as `setting`, which errors name."""
+    """A `cls` from the values that an engine was given as `setting`, which errors name."""
     try:
         return load_tree(cls, prefix="", env={}, overrides=given)
     except ConfigError as error:
@@ -88,16 +86,16 @@ def load_tree(
     env: Mapping[str, str],
     overrides: Mapping[str, Any],
 ) -> T:
-    """A `cls` from its defaults, then the TOML file, then `env`, then `overrides`; later wins.
+    """A `cls` from its defaults, the TOML file, `env` and `overrides`; later sources win.
 
-    Of `env` only names that begin with `prefix` count: PREFIX_SSD__PATH is ssd.path; but not those
-    that Kubernetes makes for a service of that name. `overrides` may be nested and its top-level
-    names dotted. An unknown key in any source is a ConfigError.
+    Names in `env` without `prefix` are ignored, and those that Kubernetes sets for a service;
+    PREFIX_SSD__PATH is ssd.path. `overrides` may be nested and its top-level names dotted. An
+    unknown key in any source is a ConfigError.
     """
     sources: list[Tree] = [_read_toml(Path(path))] if path is not None else []
     for name in sorted(env):
         setting = name.removeprefix(prefix)
-        if name.startswith(prefix) and not _is_of_a_service(setting, env[name]):
+        if name.startswith(prefix) and not _is_set_by_kubernetes(setting, env[name]):
             sources.append(_nest(setting.lower().split("__"), env[name]))
     sources += [_nest(name.split("."), value) for name, value in overrides.items()]
     tree: Tree = {}
@@ -106,10 +104,10 @@ def load_tree(
     return typing.cast(T, _build(cls, tree, ""))
 
 
-def _is_of_a_service(name: str, value: str) -> bool:
-    """Whether Kubernetes has made the variable: PORT=tcp://10.0.0.1:80, SERVICE_HOST=10.0.0.1.
+def _is_set_by_kubernetes(name: str, value: str) -> bool:
+    """True for PORT=tcp://10.0.0.1:80, SERVICE_HOST=10.0.0.1 and the like.
 
-    A pod gets such variables for each service beside it, under the service's name.
+    A pod has such variables for each service of its namespace, prefixed with the service's name.
     """
     if "__" in name or not _SERVICE_NAME.fullmatch(name):
         return False
@@ -140,7 +138,7 @@ def _merge(low: Any, high: Any) -> Any:
 
 
 def _normalise(hint: Any, value: Any, path: str) -> Any:
-    """`value` as nested dicts: shorthands, inline tables and objects spelled out, to be merged."""
+    """`value` as nested dicts, with shorthands, inline tables and objects expanded."""
     shape = _shape(hint)
     if value is None or not shape.is_table or (shape.optional and _is_none(value)):
         return value
@@ -159,7 +157,7 @@ def _normalise(hint: Any, value: Any, path: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shape:
-    """A field's type, taken apart."""
+    """The parts of a field's type."""
 
     base: Any
     marks: tuple[Any, ...]
@@ -175,7 +173,7 @@ class _Shape:
 
     @property
     def has_tables(self) -> bool:
-        """Whether it is written as tables of its own, not in one line."""
+        """True if the field is written as separate tables, not in one line."""
         return self.is_class or (self.is_table and _shape(typing.get_args(self.base)[1]).is_class)
 
 
@@ -353,7 +351,7 @@ _READERS: Final[dict[Any, Callable[[Any], Any]]] = {
 
 
 def show(config: Any) -> dict[str, Any]:
-    """The values of a dataclass tree, JSON-able, as a person would write them; secrets masked."""
+    """The values of a dataclass tree for JSON, sizes and times with units, secrets masked."""
     cls: Any = type(config)
     return {name: _shown(hint, getattr(config, name)) for name, hint in _hints(cls).items()}
 
@@ -378,9 +376,9 @@ def _shown(hint: Any, value: Any) -> Any:
 
 
 def to_toml(config: Any) -> str:
-    """`config` as TOML with every field and its documentation; what is not set is a comment.
+    """`config` as TOML with every field and its documentation; unset fields are comments.
 
-    Loading the text gives an equal tree, but for secrets, which are left out.
+    Loading the text gives an equal tree, except for secrets, which are left out.
     """
     return "\n".join(_table_lines(type(config), config, "")).strip() + "\n"
 
@@ -449,7 +447,7 @@ def _comment(text: str) -> list[str]:
 
 @functools.cache
 def _field_docs(cls: type) -> Mapping[str, str]:
-    """The string below each field, by field; empty where the source is not at hand."""
+    """The documentation of each field; empty if the source is not available."""
     docs: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
         with contextlib.suppress(OSError):

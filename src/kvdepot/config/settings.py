@@ -20,11 +20,11 @@ from kvdepot.errors import ConfigError
 
 ENV_PREFIX: Final = "KVDEPOT_"
 SOCKET_ENV: Final = "KVDEPOT_SOCKET"
-"""Where commands look for a daemon, and where `kvdepot serve` listens."""
+"""The daemon's socket, for `kvdepot serve` and the commands that connect to it."""
 DAEMON_USER_ENV: Final = "KVDEPOT_DAEMON_USER"
-"""Whose daemon commands trust beside their own user's and root's."""
+"""A user whose daemon commands trust, besides those of their own user and of root."""
 _NOT_SETTINGS: Final = (SOCKET_ENV, DAEMON_USER_ENV, "KVDEPOT_PLAN_", "KVDEPOT_PARTS_")
-"""Variables, and beginnings of variables, that are read elsewhere."""
+"""Variables and prefixes of variables that are not settings."""
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -35,7 +35,7 @@ SEGMENTS_AUTOMATIC: Final = 16
 SEGMENTS_AUTOMATIC_MAX: Final = 4096
 """Every segment is an open file, so large stores get larger segments."""
 SEGMENTS_MIN: Final = 3
-"""One that grows, one that is kept free, one that holds something."""
+"""One is being written, one is kept free, one holds blocks."""
 _SIZE_LIMIT: Final = 1 << 63
 _NAME_MAX: Final = 100
 
@@ -53,18 +53,18 @@ class DramConfig:
     """Memory for blocks."""
 
     huge_pages: Literal["auto", "always", "never"] = "auto"
-    """Huge pages for that memory: used when the machine has them, insisted on, or left alone."""
+    """Huge pages for that memory: used if the machine has them, required, or not used."""
 
     verify: bool = True
     """Check the checksum of every block read from memory."""
 
     eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo", "value"] = "default"
-    """Which block leaves first when there is no room; `kvdepot sim` compares them on a trace.
-    `value` is the default order, with reuses weighed by the GPU time that they save."""
+    """The eviction order; `kvdepot sim` compares them on a trace. `value` is the default order
+    with reuses weighted by the GPU time that they save."""
 
     shared: bool = False
-    """Back the memory by a descriptor that other processes can map. As fast as private memory where
-    the kernel makes huge pages of it: 6.1 or newer while it is prefaulted, or reserved ones."""
+    """Back the memory by a descriptor that other processes can map. As fast as private memory if
+    the kernel uses huge pages for it: Linux 6.1 or newer with `prefault`, or reserved ones."""
 
     lock: bool = False
     """Lock the memory so that it is never swapped out; needs a sufficient memlock limit."""
@@ -80,19 +80,19 @@ class DramConfig:
 class CxlConfig:
     """Byte-addressable memory below the memory tier. `cxl = "256GiB"` alone means its capacity.
 
-    Without `node` and `path` ordinary memory stands in, and is said to do so.
+    Without `node` or `path`, ordinary DRAM is used and reported as emulated.
     """
 
     SHORTHAND: ClassVar[str] = "capacity"
 
     capacity: Bytes
-    """Memory for blocks that will be wanted later than those in `dram`."""
+    """Memory for blocks that are expected to be reused later than those in `dram`."""
 
     node: int | None = None
     """The NUMA node whose memory it is."""
 
     path: Path | None = None
-    """The device it is mapped from, such as /dev/dax0.0, or a file of at least its capacity."""
+    """The device to map, such as /dev/dax0.0, or a file of at least `capacity`."""
 
     lock: bool = False
     """Lock the memory so that it is never swapped out; needs a sufficient memlock limit."""
@@ -103,13 +103,14 @@ class CxlConfig:
     def __post_init__(self) -> None:
         _check_size("cxl.capacity", self.capacity)
         if self.node is not None and self.path is not None:
-            raise ConfigError("cxl.path", "is given beside cxl.node", hint="give one of the two")
+            reason = "cannot be set together with cxl.node"
+            raise ConfigError("cxl.path", reason, hint="set one of the two")
         if self.node is not None and self.node < 0:
             raise ConfigError("cxl.node", f"must not be negative, got {self.node}")
 
     @property
     def source(self) -> str:
-        """Where the memory comes from, for people."""
+        """The origin of the memory, for display."""
         if self.node is not None:
             return f"NUMA node {self.node}"
         return "ordinary memory" if self.path is None else str(self.path)
@@ -127,36 +128,38 @@ class FileTierConfig:
     SEGMENT_BYTES_AUTOMATIC: ClassVar[int] = 256 * MIB
 
     path: tuple[Path, ...]
-    """Where the segments live: a directory or block device, or a list of them used together."""
+    """A directory or block device for the segments, or a list of them."""
 
     capacity: Bytes
-    """Space for segments, over all paths together."""
+    """Space for segments on all paths together."""
 
     segment: Bytes = 0
-    """Size of a segment. 0 means automatic: 256MiB (on hard drives 1GiB), but at least 16 and at
-    most 4096 of them."""
+    """Size of a segment. 0 means automatic: 256MiB (1GiB on hard drives), adjusted so that each
+    path has 16 to 4096 segments."""
 
     direct_io: Literal["auto", "always", "never"] = "auto"
-    """Bypass the page cache: where the filesystem can, always or fail, or never."""
+    """Bypass the page cache: auto if the filesystem supports it; always fails if it does not."""
 
     io_depth: int = 32
-    """Reads and writes under way at once, for each path."""
+    """Reads and writes in flight at once, for each path."""
 
     fsync: Literal["never", "flush", "always"] = "flush"
-    """When written data is forced to the device: never, on flush() and close(), or every batch.
-    What each promises after a power cut is in docs/tiers.md."""
+    """When written data is synced to the device: never, at flush() and close(), or after every
+    batch. docs/tiers.md says what survives a power cut with each."""
 
     promote: bool = True
-    """Copy a block that was read from here into memory."""
+    """Copy a block that was read from this tier into memory."""
 
     write_mode: Literal[
         "write-back", "write-through", "write-through-selective", "pass-through"
     ] = "write-back"
-    """When blocks come here: as the tier above makes room (or, below memory, soon), at once, when
-    they are asked for a second time or are likely to be, or at once past the file tiers above."""
+    """When blocks are written here. write-back: when the tier above evicts them; directly below
+    memory, soon after the put. write-through: as soon as the tier above has them; directly below
+    memory, before the put returns. write-through-selective: at the second request, or at once if a
+    reuse is likely. pass-through: directly from memory, without the file tiers above."""
 
     eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
-    """Which segment makes room first, and what of it is written again."""
+    """Which segment is reclaimed first, and which of its blocks are kept by rewriting them."""
 
     read_timeout: Seconds = 2.0
     """A read that takes longer is a miss."""
@@ -165,20 +168,21 @@ class FileTierConfig:
     """A write that takes longer marks the path as failing."""
 
     retry_initial: Seconds = 0.1
-    """Wait before a failing path is tried again, the first time; doubles with each failure."""
+    """The first wait before a failing path is tried again; doubles with each failure."""
 
     retry_max: Seconds = 30.0
     """The longest wait before a failing path is tried again."""
 
     profile: Literal["auto", "always", "never"] = "auto"
-    """Measure how fast each path is: once, if it has 1GiB or more, at every opening, or never."""
+    """Measure the speed of each path: auto measures once if the path has 1GiB or more, always at
+    every opening."""
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError(self._name("path"), "needs at least one path")
         if len(self.path) > VOLUMES_MAX:
-            reason = f"{len(self.path)} paths are too many: there may be {VOLUMES_MAX}"
-            raise ConfigError(self._name("path"), reason, hint="join drives in a RAID or a volume")
+            reason = f"{len(self.path)} paths are too many: the limit is {VOLUMES_MAX}"
+            raise ConfigError(self._name("path"), reason, hint="combine drives with RAID or LVM")
         if len(set(self.path)) != len(self.path):
             raise ConfigError(self._name("path"), "names the same path twice")
         _check_size(self._name("capacity"), self.capacity)
@@ -192,22 +196,22 @@ class FileTierConfig:
 
     @property
     def path_capacity(self) -> int:
-        """Bytes of the capacity that fall to each path."""
+        """The share of the capacity of one path, in bytes."""
         return self.capacity // len(self.path)
 
     @property
     def daily_bytes(self) -> int:
-        """What may be written to each path in a day; 0: no limit."""
+        """Bytes that may be written to each path in a day; 0: no limit."""
         return 0
 
     @property
     def contiguous_bytes(self) -> int:
-        """How much of a prompt should lie in one piece on a path; 0: seeks cost nothing."""
+        """Bytes of a prompt that are stored contiguously on a path; 0: seeks cost nothing."""
         return 0
 
     @property
     def segment_bytes(self) -> int:
-        """The size of a segment in force."""
+        """The size of a segment: the configured or the automatic one."""
         if self.segment:
             return self.segment
         most = self.path_capacity // SEGMENTS_AUTOMATIC // MIB * MIB
@@ -236,14 +240,14 @@ class FileTierConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdConfig(FileTierConfig):
-    """The disk tier: flash, where every place is equally near."""
+    """The SSD tier: drives on which a random read is as fast as a sequential one."""
 
     TIER: ClassVar[str] = "ssd"
 
     writes_per_day: float = 0.0
-    """How often each path may be written in full in a day, of its share of `capacity`; 0 is no
-    limit. A drive rated for one write a day of which the store uses half has 2. Blocks that are
-    least likely to be read again then go to hard drives, or stay in memory."""
+    """Full writes of each path's share of `capacity` allowed in a day; 0 is no limit. If the store
+    uses half of a drive that is rated for one write a day, set 2. Beyond the limit, blocks that are
+    least likely to be reused go to hard drives or stay in memory."""
 
     def __post_init__(self) -> None:
         super(SsdConfig, self).__post_init__()
@@ -252,13 +256,13 @@ class SsdConfig(FileTierConfig):
 
     @property
     def daily_bytes(self) -> int:
-        """What may be written to each path in a day; 0: no limit."""
+        """Bytes that may be written to each path in a day; 0: no limit."""
         return int(self.path_capacity * self.writes_per_day)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HddConfig(FileTierConfig):
-    """The hard-drive tier: large, and fast only along a path that lies in one piece."""
+    """The hard-drive tier: large, and fast only for sequential reads."""
 
     TIER: ClassVar[str] = "hdd"
     SEGMENT_BYTES_AUTOMATIC: ClassVar[int] = GIB
@@ -270,7 +274,7 @@ class HddConfig(FileTierConfig):
     """A write that takes longer marks the path as failing."""
 
     run: Bytes = 32 * MIB
-    """How much of one prompt lies on one drive before the next drive goes on with it."""
+    """Bytes of one prompt that are written to one drive before the next drive is used."""
 
     def __post_init__(self) -> None:
         super(HddConfig, self).__post_init__()
@@ -278,44 +282,43 @@ class HddConfig(FileTierConfig):
 
     @property
     def contiguous_bytes(self) -> int:
-        """How much of a prompt should lie in one piece on a path."""
         return self.run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginConfig:
-    """A tier of another package, below all others."""
+    """A tier of another package, below those of drives."""
 
     TIER: ClassVar[str] = "plugin"
 
     name: str
-    """Which tier: the name of an entry point in the group kvdepot.volumes, or module:factory."""
+    """The name of an entry point in the group kvdepot.volumes, or module:factory."""
 
     capacity: Bytes
     """Space for blocks."""
 
     path: Path | None = None
-    """Where the blocks live, if the tier has use for a path."""
+    """The path of the blocks, if the tier uses one."""
 
     options: dict[str, str] = field(default_factory=dict)
-    """Settings of the tier's own."""
+    """Settings that are passed to the tier."""
 
     promote: bool = True
-    """Copy a block that was read from here into memory."""
+    """Copy a block that was read from this tier into memory."""
 
     write_mode: Literal[
         "write-back", "write-through", "write-through-selective", "pass-through"
     ] = "write-back"
-    """When blocks come here, as for ssd and hdd."""
+    """When blocks are written here, as for ssd and hdd."""
 
     eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
-    """Which segment makes room first, and what of it is written again."""
+    """Which segment is reclaimed first, and which of its blocks are kept by rewriting them."""
 
     read_timeout: Seconds = 30.0
     """A read that takes longer is a miss."""
 
     write_timeout: Seconds = 60.0
-    """The longest that draining waits for writes under way."""
+    """The longest that a drain waits for writes in flight."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -331,7 +334,7 @@ _FOLDER_REFRESH_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectConfig:
-    """A bucket, or a folder that several machines mount, which several stores share."""
+    """A bucket, or a folder that several machines mount; several stores can share it."""
 
     TIER: ClassVar[str] = "object"
 
@@ -339,50 +342,51 @@ class ObjectConfig:
     """`s3://bucket/prefix`, or `file:///folder` for a mounted filesystem."""
 
     capacity: Bytes
-    """Space below the prefix, for all stores that share it."""
+    """Space below the prefix, for all stores together."""
 
     endpoint: str = ""
-    """Address of the server, such as http://minio:9000; left out, Amazon's."""
+    """Address of the server, such as http://minio:9000; default: Amazon S3."""
 
     region: str = ""
-    """Region of the bucket; left out, what the environment says."""
+    """Region of the bucket; default: from the environment."""
 
     profile: str = ""
-    """Take the credentials of this profile instead of the environment's."""
+    """Use the credentials of this profile instead of those of the environment."""
 
     credentials_file: Path | None = None
-    """Where profiles are; left out, ~/.aws/credentials."""
+    """The file of profiles; default: ~/.aws/credentials."""
 
     max_age: Seconds = 7 * 86400.0
     """Objects older than this are deleted; 0 for no limit."""
 
     object_size: Bytes = 64 * MIB
-    """How much one object holds at most; a block that is larger has one of its own."""
+    """Maximum size of an object, 64MiB at most; a larger block has an object of its own."""
 
     parallel: int = 8
-    """Requests under way at once, to read and to write."""
+    """Requests in flight at once, reads and writes each."""
 
     measure: bool = True
-    """Measure latency and bandwidth when the store is opened, with a probe object of 1 MiB; not in
-    a folder, where the probe would come out of the page cache."""
+    """Measure latency and bandwidth with an object of 1 MiB when the store opens. Not done in a
+    folder, because the object would be read from the page cache."""
 
     refresh: Annotated[float | None, Unit.SECONDS] = None
-    """How often to look what other stores have written; left out, 2s, and 500ms in a folder."""
+    """Interval between listings of what other stores have written; default: 2s, and 500ms in a
+    folder."""
 
     grace: Seconds = 60.0
-    """A store that gives no sign of life for so long is dead; what is deleted stays readable for so
-    long. The same for all stores of a bucket."""
+    """A store without a sign of life for this time is taken for dead; deleted objects stay readable
+    for this time. Must be the same for all stores of a bucket."""
 
     promote: bool = True
-    """Copy a block that was read from here into memory."""
+    """Copy a block that was read from this tier into memory."""
 
     write_mode: Literal[
         "write-back", "write-through", "write-through-selective", "pass-through"
     ] = "write-through"
-    """When blocks come here, as for ssd and hdd; a put never waits for it."""
+    """When blocks are written here, as for ssd and hdd; a put never waits for it."""
 
     eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
-    """Which object makes room first, and what of it is written again."""
+    """Which object is reclaimed first, and which of its blocks are kept by rewriting them."""
 
     read_timeout: Seconds = 10.0
     """A read that takes longer is a miss."""
@@ -391,7 +395,7 @@ class ObjectConfig:
     """A write that takes longer has failed."""
 
     retry_initial: Seconds = 0.5
-    """Wait before a failing server is tried again, the first time; doubles with each failure."""
+    """The first wait before a failing server is tried again; doubles with each failure."""
 
     retry_max: Seconds = 30.0
     """The longest wait before a failing server is tried again."""
@@ -419,7 +423,7 @@ class ObjectConfig:
 
     @property
     def refresh_s(self) -> float:
-        """A look costs money in a bucket, and none in a folder."""
+        """Longer for a bucket, because each listing costs money there."""
         if self.refresh is not None:
             return self.refresh
         return _FOLDER_REFRESH_S if self.is_folder else _BUCKET_REFRESH_S
@@ -430,7 +434,7 @@ class ObjectConfig:
             raise ConfigError(
                 "object.url",
                 "is not the address of a bucket or of a folder",
-                hint="s3://bucket/prefix, or file:///folder",
+                hint="write s3://BUCKET/PREFIX or file:///FOLDER",
             )
         if "@" in self.url or "@" in self.endpoint:
             raise ConfigError(
@@ -443,7 +447,7 @@ class ObjectConfig:
 
     @property
     def object_bytes(self) -> int:
-        """How much one object holds at most: in a small tier less than is asked for."""
+        """Maximum size of an object: `object_size`, but at most 1/16 of the capacity."""
         return max(
             PAGE_BYTES, min(self.object_size, self.capacity // 16 // PAGE_BYTES * PAGE_BYTES)
         )
@@ -451,25 +455,25 @@ class ObjectConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsConfig:
-    """A NATS server through which the stores of a site tell each other what they do."""
+    """A NATS server through which the stores of a site exchange hints."""
 
     servers: tuple[str, ...]
-    """Addresses such as nats://broker:4222, or tls://…; one that answers is enough."""
+    """Addresses such as nats://broker:4222 or tls://…; one that answers is enough."""
 
     site: str = "default"
-    """Stores with the same name here hear each other; they share a bucket or a folder."""
+    """Stores with the same site exchange messages; they share a bucket or a folder."""
 
     node: str = ""
-    """What this store is called in hints; left out, the machine's name."""
+    """The name of this store in hints; default: the machine's name."""
 
     credentials_file: Path | None = None
     """A user's .creds file."""
 
     token_file: Path | None = None
-    """File whose content, less a line end, is the server's token."""
+    """File that contains the server's token; a line end is ignored."""
 
     tls_ca: Path | None = None
-    """Certificates that the server's is checked against; left out, the system's."""
+    """CA certificates for the server's certificate; default: those of the system."""
 
     def __post_init__(self) -> None:
         if not self.servers:
@@ -484,7 +488,9 @@ class NatsConfig:
                 )
             if scheme not in ("nats", "tls") or not rest.strip("/"):
                 raise ConfigError(
-                    "nats.servers", "is not the address of a server", hint="nats://broker:4222"
+                    "nats.servers",
+                    f"{server!r} is not the address of a server",
+                    hint="write nats://HOST:PORT, such as nats://broker:4222",
                 )
         plain = self.site.replace("-", "").replace("_", "")
         if not (plain.isascii() and plain.isalnum() and len(self.site) <= _NAME_MAX):
@@ -492,10 +498,11 @@ class NatsConfig:
         if len(self.node) > _NAME_MAX or not self.node.isprintable():
             raise ConfigError("nats.node", f"must be at most {_NAME_MAX} printable characters")
         if self.credentials_file is not None and self.token_file is not None:
-            raise ConfigError("nats.token_file", "is given beside nats.credentials_file")
+            reason = "cannot be set together with nats.credentials_file"
+            raise ConfigError("nats.token_file", reason)
 
     def token(self) -> str:
-        """The server's token, empty when none is set. Reads the file; else ConfigError."""
+        """The server's token; empty if none is set. ConfigError if the file cannot be read."""
         if self.token_file is None:
             return ""
         try:
@@ -510,23 +517,24 @@ LowerTierConfig = FileTierConfig | PluginConfig | ObjectConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritebackConfig:
-    """How blocks get from memory to disk in the background."""
+    """Writing of blocks from memory to disk in the background."""
 
     dirty_limit: float = 0.5
-    """Share of the memory tier that may wait to be written; beyond it puts are throttled. Puts that
-    wait for nothing (timeout 0, vLLM's) are taken, and written later unless evicted before."""
+    """Share of the memory tier that may wait to be written; beyond it puts are throttled. Puts with
+    timeout 0, such as those of vLLM, are accepted, and written later unless evicted before."""
 
     staging: Bytes = 64 * MIB
-    """Memory besides the memory tier, for reads from disk and for reclaiming segments."""
+    """Memory for reads from disk and for reclaiming segments, in addition to the memory tier."""
 
     prefault: bool = False
-    """Touch `staging` at opening also where `dram.prefault` is off: else the first reads do."""
+    """Touch `staging` when the store opens even if `dram.prefault` is off, so that the first reads
+    are not slow."""
 
     put_timeout: Seconds = 0.25
     """The longest a put waits for room before it is throttled; 0 never waits."""
 
     batch: Bytes = 32 * MIB
-    """Bytes handed to the disk in one go."""
+    """Bytes of one write to disk."""
 
     def __post_init__(self) -> None:
         if not 0 < self.dirty_limit <= 1:
@@ -544,36 +552,38 @@ class EventsConfig:
     SHORTHAND: ClassVar[str] = "endpoint"
 
     endpoint: str
-    """Where routers subscribe, by ZMQ: tcp://HOST:PORT or ipc://PATH."""
+    """The ZMQ address that routers subscribe to: tcp://HOST:PORT or ipc://PATH."""
 
     replay: str = ""
-    """Where they ask for batches that they have missed; empty: they cannot."""
+    """The ZMQ address at which routers request missed batches; empty: no replay."""
 
     topic: str = "kv@kvdepot@{model}"
     """The topic of each batch; `{model}` is the model's name."""
 
     buffer: Bytes = 64 * MIB
-    """Batches kept for `replay`. A router that has missed more makes everything be told again."""
+    """Size of the batches that are kept for `replay`. If a router has missed more, all blocks are
+    announced again."""
 
     interval: Seconds = 0.1
-    """How often changes are looked for."""
+    """The interval at which changes are collected and published."""
 
     resync_interval: Seconds = 5.0
-    """All that is here is told again, for routers that are new or have lost track, this often at
-    most. When nothing happens for so long an empty batch is sent: its number shows what was lost.
-    """
+    """The shortest interval between full announcements, which new routers need and those that have
+    missed batches. After this time without changes an empty batch is sent, whose number shows
+    routers what they have missed."""
 
     memory_medium: str = "CPU"
-    """What routers call memory."""
+    """The name of the memory tiers in events."""
 
     storage_medium: str = "STORAGE"
-    """What routers call the tiers below memory."""
+    """The name of the tiers below memory in events."""
 
     tenants: tuple[str, ...] = ("",)
-    """Whose blocks are told of; the empty name is that of blocks without a tenant."""
+    """The tenants whose blocks are announced; the empty name means blocks without a tenant."""
 
     allow_remote: bool = False
-    """Let other machines subscribe: token ids, which are as private as prompts, travel in clear."""
+    """Let other machines subscribe. Events contain token ids, as private as prompts, unencrypted.
+    """
 
     def __post_init__(self) -> None:
         _check_positive("events.interval", self.interval)
@@ -588,7 +598,9 @@ class EventsConfig:
         host = re.fullmatch(r"tcp://(\S+):[0-9]{1,5}", address)
         if host is None and not re.fullmatch(r"ipc://\S+", address):
             raise ConfigError(
-                path, f"{address!r} is no address", hint="as tcp://127.0.0.1:5557, or ipc:///PATH"
+                path,
+                f"{address!r} is not an address",
+                hint="write tcp://HOST:PORT, such as tcp://127.0.0.1:5557, or ipc:///PATH",
             )
         if host is not None and not self.allow_remote and not _is_loopback(host[1]):
             raise ConfigError(
@@ -607,16 +619,17 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionsConfig:
-    """What is remembered of sessions, and what contracts of retention may take."""
+    """Limits of session records and of pins."""
 
     ttl: Seconds = 30 * 86400.0
-    """A session that is not heard of for so long is forgotten, unless it is under contract."""
+    """A session that is not named for this time is forgotten, unless it is pinned."""
 
     keep_max: Seconds = 366 * 86400.0
-    """The longest that a contract may last."""
+    """The longest duration of a pin."""
 
     pinned_share: float = 0.25
-    """Of each tier of drives that the contracts of one tenant may take; those of all take half."""
+    """Share of each drive tier that the pins of one tenant may take, 0.5 at most; the pins of all
+    tenants together may take half."""
 
     def __post_init__(self) -> None:
         _check_positive("sessions.ttl", self.ttl)
@@ -635,22 +648,22 @@ AUDIT_TOLERANCE: Final = MappingProxyType(
         "int8": 0.25,
     }
 )
-"""By dtype: how far a part of a block, computed again, may be from what is kept, relative."""
+"""The largest relative error of a recomputed part of a block, by dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditConfig:
-    """Which hits an engine computes again, and how exactly they must agree (docs/audit.md)."""
+    """Audits: an engine recomputes some hits and compares them with the store (docs/audit.md)."""
 
     share: float = 0.0
-    """Of the hits of each namespace: the first one, then one in 1/share; 0: none. 0.02 finds what
-    is wrong within 50 hits."""
+    """Share of the hits of each namespace that are audited, the first hit included; 0: none. With
+    0.02, a mismatch is found within 50 hits."""
 
     under_load: bool = False
-    """Also while the engine has other requests."""
+    """Audit also while the engine has other requests."""
 
     tolerance: dict[str, float] = field(default_factory=dict)
-    """By dtype, in the place of what is built in: float32 0.01, float16 0.05, bfloat16 0.1,
+    """The largest relative error by dtype. Defaults: float32 0.01, float16 0.05, bfloat16 0.1,
     fp8_e4m3 0.25, fp8_e5m2 0.4, int8 0.25."""
 
     def __post_init__(self) -> None:
@@ -667,17 +680,17 @@ class AuditConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerConfig:
-    """The speed and the price that the ledger multiplies tokens by."""
+    """The speed and the prices from which the ledger computes savings."""
 
     prefill_tokens_per_s: float | None = None
-    """What the GPUs compute without kvdepot, for engines that do not report it."""
+    """Prefill speed of the GPUs without kvdepot, for engines that do not report it."""
 
     gpu_watts: float | None = None
-    """Of these GPUs while they compute, for the joules saved."""
+    """Power of these GPUs while they compute, for the joules saved."""
 
     gpu_price_per_hour: float = 0.89
-    """The price of an hour of all GPUs of one copy of the model. The default is that of one H100
-    without its server, in US dollars, over four years and with electricity."""
+    """Price of one hour of all GPUs of one copy of the model. Default: one H100 without its server,
+    in US dollars, over four years, with electricity."""
 
     def __post_init__(self) -> None:
         for name in ("prefill_tokens_per_s", "gpu_watts"):
@@ -687,24 +700,24 @@ class LedgerConfig:
             raise ConfigError("ledger.gpu_price_per_hour", "must be a price, at least 0")
 
     def assumed(self) -> dict[str, float]:
-        """What savings are computed with, as far as it is set."""
+        """The settings that savings are computed from, without those that are not set."""
         names = ("prefill_tokens_per_s", "gpu_watts")
-        found = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfig:
-    """One tenant. Without a secret it is kept apart from others by its name only."""
+    """One tenant. Without a secret, only its name separates it from others."""
 
     secret_file: Path | None = None
-    """File whose content, less a line end, is the secret that seeds the tenant's keys."""
+    """File that contains the secret that seeds the tenant's keys; a line end is ignored."""
 
     secret_hex: Annotated[str, Secret.HIDDEN] = field(default="", repr=False)
-    """The secret itself, in hexadecimal; for tests and for secrets injected by environment."""
+    """The secret in hexadecimal; for tests and for secrets from the environment."""
 
     def secret(self) -> bytes:
-        """The tenant's secret, empty when none is set. Reads the file; else ConfigError."""
+        """The tenant's secret; empty if none is set. ConfigError if the file cannot be read."""
         if self.secret_file is None:
             return bytes.fromhex(self.secret_hex)
         try:
@@ -720,7 +733,7 @@ class TenantConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything that can be set."""
+    """All settings."""
 
     block_tokens: int = 256
     """Tokens in one block; a multiple of the engine's page."""
@@ -732,10 +745,10 @@ class Config:
     """The tier of slower memory, below the memory tier."""
 
     ssd: SsdConfig | None = None
-    """The disk tier; without it and `hdd` the store lives in memory only."""
+    """The SSD tier."""
 
     hdd: HddConfig | None = None
-    """The hard-drive tier, below the disk tier."""
+    """The hard-drive tier, below the SSD tier."""
 
     plugin: PluginConfig | None = None
     """A tier of another package, below those of drives."""
@@ -744,19 +757,19 @@ class Config:
     """A bucket or a shared folder, below all others; shared with other stores."""
 
     nats: NatsConfig | None = None
-    """The server through which stores of a site tell each other what they do."""
+    """The NATS server through which the stores of a site exchange hints."""
 
     writeback: WritebackConfig = field(default_factory=WritebackConfig)
-    """How blocks get from memory to disk."""
+    """Writing of blocks from memory to disk in the background."""
 
     events: EventsConfig | None = None
-    """Tell routers what is here (docs/routers.md)."""
+    """KV events for routers (docs/routers.md)."""
 
     sessions: SessionsConfig = field(default_factory=SessionsConfig)
-    """How long sessions are remembered, and what contracts of retention may take."""
+    """Limits of session records and of pins."""
 
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
-    """What savings are computed with (docs/ledger.md)."""
+    """The speed and the prices from which savings are computed (docs/ledger.md)."""
 
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
     """Tenants that have a secret, by name."""
@@ -767,11 +780,11 @@ class Config:
             _check_tenant(name, tenant)
         paths = [path for tier in self.file_tiers for path in tier.path]
         if len(set(paths)) != len(paths):
-            raise ConfigError("hdd.path", "names a path that ssd.path has too")
+            raise ConfigError("hdd.path", "names a path that is also in ssd.path")
 
     @property
     def file_tiers(self) -> tuple[FileTierConfig, ...]:
-        """The file tiers there are, fastest first."""
+        """The configured file tiers, fastest first."""
         return tuple(tier for tier in (self.ssd, self.hdd) if tier is not None)
 
     @property
@@ -782,7 +795,7 @@ class Config:
 
     @property
     def read_timeout(self) -> float:
-        """How long a read may take: as long as the slowest tier may."""
+        """The longest read timeout of the lower tiers; 0 without one."""
         return max((tier.read_timeout for tier in self.lower_tiers), default=0.0)
 
 
@@ -792,7 +805,7 @@ def load(
     env: Mapping[str, str] = MappingProxyType({}),
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> Config:
-    """The configuration from all sources. Raises ConfigError that names the offending key.
+    """Returns the configuration from all sources. ConfigError names the invalid key.
 
     `overrides` is nested (`{"ssd": {"path": ...}}`), dotted (`{"ssd.path": ...}`) or both.
     """
@@ -801,13 +814,13 @@ def load(
 
 
 def names_outside_file(env: Mapping[str, str], overrides: Mapping[str, Any]) -> list[str]:
-    """The settings, as dotted names, that `env` and `overrides` take out of a file's hands."""
-    found = [
+    """The dotted names of the settings that `env` and `overrides` set and a file cannot."""
+    names = [
         name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
         for name in env
         if name.startswith(ENV_PREFIX) and not name.startswith(_NOT_SETTINGS)
     ]
-    return sorted({*found, *overrides})
+    return sorted({*names, *overrides})
 
 
 def _check_size(path: str, value: int, least: int = PAGE_BYTES) -> None:

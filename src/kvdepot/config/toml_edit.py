@@ -1,4 +1,4 @@
-"""Changes values in the text of a TOML file and leaves everything else, comments too, as it is."""
+"""Changes values in the text of a TOML file; everything else, including comments, is kept."""
 
 import re
 import tomllib
@@ -15,19 +15,19 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A table's header, an assignment, or what is neither."""
+    """A table header, an assignment, or other lines."""
 
     text: str
     table: Path
-    """In which it stands; a header's own."""
+    """The table that contains the statement, or that a header starts."""
     key: Path = ()
-    """What it assigns, from the root on; empty for others."""
+    """The full name of the assigned key; empty if it is not an assignment."""
 
 
 def set_values(text: str, changes: Mapping[str, Any]) -> str:
-    """`text` with the values of dotted names changed or added.
+    """Returns `text` with the values of dotted names changed or added.
 
-    ConfigError where that cannot be done without touching other values.
+    ConfigError if that would change other values.
     """
     expected = tomllib.loads(text)
     for name, value in changes.items():
@@ -45,8 +45,8 @@ def set_values(text: str, changes: Mapping[str, Any]) -> str:
         done = False
     if not done:
         names = ", ".join(changes)
-        reason = f"the file is written so that {names} cannot be changed in it"
-        raise ConfigError(names, reason, hint="change it by hand")
+        reason = "cannot be changed without changing other values of the file"
+        raise ConfigError(names, reason, hint="edit the file by hand")
     return text
 
 
@@ -108,12 +108,12 @@ def _only_path(tree: Any) -> Iterator[str]:
 
 
 def _comment(statement: str) -> str:
-    """What stands behind a value of one line."""
+    """The comment after a value of one line; empty if there is none."""
     line = statement.rstrip("\n")
     if "\n" in line:
         return ""
     whole = _parsed(line)
-    for found in re.finditer(r"\s*#", line):
-        if _parsed(line[: found.start()]) == whole:
-            return "  " + line[found.start() :].lstrip()
+    for match in re.finditer(r"\s*#", line):
+        if _parsed(line[: match.start()]) == whole:
+            return "  " + line[match.start() :].lstrip()
     return ""

@@ -1,8 +1,8 @@
-"""Audits of a depot: blocks that an engine has computed again, and what came of it. docs/audit.md
+"""Audits of a depot: an engine computes blocks again and compares them. docs/audit.md
 
-A checksum proves that bytes are as they were put. That they still mean what the engine takes them
-for, only computing them again can show. Implemented by AuditService (this process) and RemoteAudits
-(a daemon).
+A checksum proves that bytes were not changed since they were put. An audit detects blocks that the
+present engine would compute differently. Implemented by AuditService (this process) and
+RemoteAudits (a daemon).
 """
 
 import hashlib
@@ -16,52 +16,56 @@ PRODUCER_TEXT_MAX: Final = 500
 
 
 def producer_id(text: str) -> int:
-    """A producer as it stands in the head of a record; never 0, which is an unknown one."""
+    """The number of a producer in the head of a record; never 0, which means unknown."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"kvdepot-producer").digest()
     return int.from_bytes(digest, "little") or 1
 
 
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
-    """One block, computed again and compared with what the depot has under its key."""
+    """The comparison of a stored block with the same block computed again."""
 
     key: BlockKey
     matches: bool
     error: float
-    """Of the worst layer: the relative distance that a quarter of its parts are beyond."""
+    """Error of the worst layer: 25 % of its parts have a larger relative difference."""
     tolerance: float
     layer: int
-    """The worst one, as counted in the block."""
+    """Index of the worst layer in the block."""
     producer: str
-    """What has computed it again."""
+    """The software that computed the block again."""
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "key": self.key.hex()}
 
 
 class DepotAudits(ABC):
-    """Namespaces are named by their tags, in hexadecimal."""
+    """Audits and quarantines. `namespace` is a tag in hexadecimal."""
 
     @abstractmethod
     def producer(self, text: str) -> int:
-        """Know what a producer is. Returns what `NamespaceHandle.made_by` takes."""
-
-    @abstractmethod
-    def report(self, finding: AuditFinding) -> None:
-        """Count a comparison; one that does not match puts its namespace into quarantine: from now
-        on, also after a restart, nothing of it is served, and nothing is taken.
+        """Record the description of a producer. Returns its number, for
+        `NamespaceHandle.made_by`.
         """
 
     @abstractmethod
-    def known(self) -> dict[str, Any]:
-        """What was compared since the start, the namespaces in quarantine, and the producers."""
+    def report(self, finding: AuditFinding) -> None:
+        """Count a comparison. A mismatch puts the namespace into quarantine: until `lift` or
+        `purge`, also after a restart, its blocks are not served and new ones are refused.
+        """
+
+    @abstractmethod
+    def list(self) -> dict[str, Any]:
+        """Return the counts of comparisons, namespaces in quarantine, and producers."""
 
     @abstractmethod
     def lift(self, namespace: str) -> bool:
-        """End a quarantine: its blocks are served again. False: there was none."""
+        """End a quarantine, so that its blocks are served again. Returns False
+        if there was none.
+        """
 
     @abstractmethod
     def purge(self, namespace: str) -> int:
-        """End a quarantine, and remove all blocks of the namespace. Returns how many there were.
-        ConfigError where there is none.
+        """Remove all blocks of a namespace and end its quarantine. Returns the number of blocks.
+        ConfigError if it is not in quarantine.
         """

@@ -1,6 +1,6 @@
-"""The nouns: what a block is called, what may become of it, and how callers are answered.
+"""Block keys, copy states and result types.
 
-A block's copy in one tier lives like this; every other step is a bug and raises StateError:
+The states of a block's copy in one tier. Any other transition is a bug and raises StateError:
 
     ABSENT --reserve--> FILLING --seal--> READY --drop--> ABSENT
                            |
@@ -19,8 +19,8 @@ from kvdepot.errors import StateError
 BlockKey = NewType("BlockKey", bytes)
 """Content address of one block, 32 bytes: namespace tag (8), link to the parent (8), digest (16).
 
-The link is the first half of the parent's digest, or zeros for the first block of a prompt, so
-that a key by itself tells its place in the prefix tree.
+The link is the first half of the parent's digest, or zeros for the first block of a prompt. So a
+key contains its place in the prefix tree.
 """
 
 KEY_BYTES: Final = 32
@@ -53,7 +53,7 @@ def check_transition(old: int, new: CopyState) -> None:
 
 
 class PutResult(Enum):
-    """Answer to `Store.put`. True when the block is in the store afterwards."""
+    """Result of a put. True if the block is in the store afterwards."""
 
     STORED = "stored"
     PRESENT = "present"
@@ -66,9 +66,9 @@ class PutResult(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GetResult:
-    """Answer to `Store.get`. True when the target holds the block; `tier` tells from where.
+    """Result of a read. True if the buffer holds the block; `tier` is its source.
 
-    After a miss the target's content is undefined and `reason` says why: absent, corrupt, failed,
+    After a miss the content of the buffer is undefined, and `reason` is absent, corrupt, failed or
     late.
     """
 
@@ -90,4 +90,4 @@ ANSWERS: Final = (
     GetResult("plugin"),
     GetResult("object"),
 )
-"""Every answer to a get. Between processes an answer is its place in here."""
+"""All results of a read. Between processes a result is an index in this tuple."""

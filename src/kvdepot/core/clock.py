@@ -1,8 +1,8 @@
-"""Time as an argument, so that tests and the simulator bring their own; and stamps.
+"""Clocks, which tests and the simulator replace, and stamps.
 
 A stamp orders puts and removals over all volumes and nodes. A block gets its stamp when it is put;
-moves, other nodes and archives keep it. A tombstone has one too: every record of its key that is
-older is gone, wherever it lies and whenever it returns.
+moves, other nodes and archives keep it. A tombstone has a stamp too: it deletes every older record
+of its key on every volume, even one that is attached later.
 """
 
 import threading
@@ -10,22 +10,22 @@ import time
 from typing import Final, Protocol
 
 STAMP_MAX: Final = (1 << 62) - 1
-"""A greater number is damage, not a stamp."""
+"""The greatest valid stamp."""
 OPENING_GAP: Final = 1 << 13
-"""Stamps that are skipped when a store is opened: those before may have been given out and lost in
-a power cut, and the wall clock may have been set back since. 8 ms, less than opening a store takes:
-stamps must not run ahead of the clock, by which drives that are used apart are put in order."""
+"""Stamps that are skipped when a store is opened, because a power cut may have lost records with
+them and the wall clock may have been set back since. 8 ms, less than the time to open a store:
+stamps must not run ahead of the clock, which orders the drives of different machines."""
 
 
 class Clock(Protocol):
-    """Seconds that never go back."""
+    """A source of time in seconds."""
 
     def now(self) -> float:
         """Monotonic seconds."""
 
 
 class WallClock:
-    """The time of day, which goes on across restarts; it may be set, also back."""
+    """The time of day, which continues across restarts and may be set back."""
 
     def now(self) -> float:
         return time.time()
@@ -39,7 +39,7 @@ class SystemClock:
 
 
 class StampClock:
-    """Gives out stamps: the wall clock in microseconds, or one more than the last. Thread-safe."""
+    """Makes stamps: the wall clock in microseconds, or one more than the last. Thread-safe."""
 
     def __init__(self, wall: Clock) -> None:
         self._wall = wall
@@ -47,21 +47,21 @@ class StampClock:
         self._lock = threading.Lock()
 
     def next(self) -> int:
-        """A stamp that is greater than every stamp given out or observed."""
+        """Return a stamp that is greater than all stamps made or observed."""
         with self._lock:
             self._last = max(self._last + 1, int(self._wall.now() * 1e6))
             return self._last
 
     def observe(self, stamp: int) -> None:
-        """Give out greater stamps than this one, which was found on a volume or another node."""
+        """Make later stamps greater than this one, which was found on a volume or another node."""
         if stamp <= STAMP_MAX:
             with self._lock:
                 self._last = max(self._last, stamp)
 
     def open(self, opened: int) -> int:
-        """Begin a time of writing. `opened` is what the last call returned, or 0.
+        """Begin to write. `opened` is the result of the last call, or 0.
 
-        Returns the number to keep, durably, before any stamp is given out.
+        Returns a number that must be stored durably before the first use of `next`.
         """
         self.observe(opened + OPENING_GAP if opened else 0)
         return self.next()

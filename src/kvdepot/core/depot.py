@@ -1,31 +1,23 @@
-"""The depot: what a program talks to, and the values it answers with.
-
-Implemented by store.store.Store, in this process, and client.remote.RemoteStore, over a socket.
-`kvdepot.open` returns either. All methods may be called from several threads at a time.
-"""
+"""Results of a depot's calls: matches, leases, reservations, reports. Calls: kvdepot.depot."""
 
 import math
 import os
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Protocol, Self
 
-from kvdepot.core.audit import DepotAudits
 from kvdepot.core.block import BlockKey, GetResult, PutResult
-from kvdepot.core.first_token import FirstToken
 from kvdepot.core.keys import TokenIds
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
-from kvdepot.core.sessions import DepotSessions
 from kvdepot.core.volume import TIER_NAMES
 from kvdepot.errors import ConfigError, LeaseError
 
 CLOSE_TIMEOUT_S: Final = 30.0
-"""How long `flush` and `close` wait for the disks by default."""
+"""Default time that `flush` and `close` wait for the disks."""
 Layout = KVLayout | Mapping[str, Any] | str | os.PathLike[str]
 """A KVLayout, or a Hugging Face config.json: its content or its path."""
 
@@ -59,7 +51,7 @@ class Match:
 
 
 class Durability(StrEnum):
-    """Whether a block survives the end of the process, and why not."""
+    """Why a block would not survive the end of the process; DURABLE if it would."""
 
     DURABLE = "durable"
     """On a drive, and made durable as configured."""
@@ -93,11 +85,11 @@ class FlushReport:
     """Answer to `flush` and `close`. True only when all that was asked for is durable."""
 
     complete: bool
-    """Whether everything that the configuration wants on drives is there, and durable."""
+    """True if every block that the configuration sends to drives is durable there."""
     durable: int = 0
     """Blocks that are on drives."""
     not_durable: Mapping[Durability, int] = field(default_factory=dict)
-    """How many blocks are not, by the reason."""
+    """Number of blocks that are not durable, by reason."""
     blocks: tuple[Durability, ...] = ()
     """One for each of the keys that were asked for."""
 
@@ -176,7 +168,7 @@ class NamespaceHandle:
     chunk_bytes: int = field(init=False)
     """The payload is checksummed in pieces of this size."""
     producer: int = field(init=False, default=0, compare=False)
-    """What computes the blocks that are put; 0: not known."""
+    """Number of the software that computes the blocks; 0 if unknown."""
 
     def __post_init__(self) -> None:
         layout = self.namespace.layout
@@ -207,11 +199,11 @@ class Arrival:
     """A block that can be read in place."""
 
     index: int
-    """Which of the blocks asked for."""
+    """Index of the block in the request."""
     view: memoryview
     """Its payload, read-only, at the start of a page."""
     lasting: bool
-    """Whether the view is good until the lease ends; else until the sink returns."""
+    """True if the view is valid until the lease ends; else it is valid until the sink returns."""
 
 
 Sink = Callable[[list[Arrival]], None]
@@ -240,7 +232,7 @@ class Lease(ABC):
         *,
         start: int = 0,
         stop: int | None = None,
-        beside: bool = False,
+        verify_concurrently: bool = False,
         timeout_s: float | None = None,
     ) -> list[GetResult]:
         """Onboard without a copy: hand leased blocks, start <= i < stop, to `sink` in place.
@@ -251,9 +243,9 @@ class Lease(ABC):
         after `timeout_s` (default ssd.read_timeout) plus the sink's own time. What the sink raises
         is passed on; the lease goes on. Not a further use: the lease has counted it.
 
-        `beside`: blocks in memory are handed over while several threads still verify them. The
-        sink may copy them, but only the answer says whether a copy is good, and a block that was
-        not may be handed over a second time, from another tier.
+        `verify_concurrently`: blocks in memory are handed over while several threads still verify
+        them. The sink may copy them, but only the answer says whether a copy is good, and a block
+        that was not may be handed over a second time, from another tier.
         """
 
     @abstractmethod
@@ -282,11 +274,11 @@ class Lease(ABC):
 
 
 class Reservation(ABC):
-    """Slots for new blocks, until `close` or the end of `with`: what is not sealed is given back.
+    """Slots for new blocks. `close` and the end of `with` free slots that are not sealed.
 
     `outcomes` has one answer for each key: STORED blocks have a slot to fill (`view`) and become
-    blocks of the store with `seal`; all others need nothing. THROTTLED ones did not fit beside
-    those before them: seal these, then reserve again. For one thread at a time.
+    blocks of the store with `seal`; all others need nothing. THROTTLED ones did not fit together
+    with those before them: seal these, then reserve again. For one thread at a time.
     """
 
     outcomes: list[PutResult]
@@ -318,12 +310,8 @@ class Reservation(ABC):
         self.close()
 
 
-_WAIT_LOOK_S: Final = 0.02
-"""How often `wait_for` looks."""
-
-
 class PrefetchHint(Protocol):
-    """Answer to `hint`: blocks that come to memory in the background."""
+    """Answer to `prefetch`: blocks that come to memory in the background."""
 
     wanted: int
     """Blocks that it is to bring; others are in memory, unknown, or too many."""
@@ -349,257 +337,3 @@ def checked_deadline(deadline_s: float) -> float:
     if math.isnan(deadline_s) or deadline_s < 0:
         raise ConfigError("deadline_s", f"must be a number of seconds from now, not {deadline_s!r}")
     return float(deadline_s)
-
-
-class Depot(Protocol):
-    """Keeps KV blocks in memory and on drives. Use as a context manager or call `close`.
-
-    Buffers are anything with a contiguous buffer: bytes, bytearray, memoryview, numpy, torch CPU
-    tensors through numpy. A buffer belongs to the caller again when the call returns. No call fails
-    because of a disk. After `close` every call but `close` raises StoreClosedError.
-    """
-
-    @abstractmethod
-    def namespace(
-        self,
-        *,
-        model: str,
-        layout: Layout,
-        tenant: str = "",
-        secret: bytes | None = None,
-        **fields: Any,
-    ) -> NamespaceHandle:
-        """Register a namespace and return the handle that makes its keys.
-
-        `layout` is a KVLayout, or a Hugging Face config.json (its path or content) of a model with
-        one KV group, cut into the configuration's `block_tokens`. `secret` seeds the keys; left
-        out, it is taken from the configuration's `tenants` table. Other fields are those of
-        core.namespace.Namespace: fingerprint, shard_rank, shard_size, adapter, extra.
-        """
-
-    @abstractmethod
-    def register(self, namespace: Namespace) -> NamespaceHandle:
-        """`namespace` for a Namespace that exists already."""
-
-    def put(
-        self,
-        key: BlockKey,
-        buffer: Any,
-        *,
-        timeout_s: float | None = None,
-        token_ids: TokenIds | None = None,
-    ) -> PutResult:
-        """Offload one block. See put_many."""
-        return self.put_many([key], [buffer], timeout_s=timeout_s, token_ids=token_ids)[0]
-
-    @abstractmethod
-    def put_many(
-        self,
-        keys: Sequence[BlockKey],
-        buffers: Sequence[Any],
-        *,
-        timeout_s: float | None = None,
-        token_ids: TokenIds | None = None,
-    ) -> list[PutResult]:
-        """Offload blocks: in memory when this returns, on disk later (`flush` waits for that).
-
-        Keys of one prompt go head first. STORED or PRESENT are true. PRESENT: memory has it. What
-        is on disk only is taken into memory again, and not written again. While too much waits to
-        be written (writeback.dirty_limit) a put waits for `timeout_s` (default
-        writeback.put_timeout), then it is THROTTLED, as where memory is in use. With 0 it does not
-        wait for the disk: memory takes it, and it may be evicted before it is written.
-        REFUSED: the block can never fit. Raises BadBufferError and KeyFormatError for a caller's
-        mistake, before anything is stored.
-
-        `token_ids` are those of all these blocks, one block after the other. They are kept in the
-        blocks' records, so that what is here can be announced to routers (docs/routers.md) and
-        inspected. As private as the blocks; left out, the blocks are not announced.
-        """
-
-    @abstractmethod
-    def reserve(
-        self,
-        keys: Sequence[BlockKey],
-        *,
-        timeout_s: float | None = None,
-        token_ids: TokenIds | None = None,
-    ) -> Reservation:
-        """Offload without a copy: slots in memory for new blocks, which the caller fills in place.
-
-        Keys of one prompt go head first. Waits up to `timeout_s` (default writeback.put_timeout)
-        for room for the first block; further ones that do not fit at once are THROTTLED.
-        `token_ids` as for put_many.
-        """
-
-    @property
-    @abstractmethod
-    def memory(self) -> tuple[memoryview, ...]:
-        """All memory that views of blocks lie in, for a device to be told of (page-locking)."""
-
-    def get(
-        self,
-        key: BlockKey,
-        into: Any,
-        *,
-        layers: range | None = None,
-        timeout_s: float | None = None,
-    ) -> GetResult:
-        """Onboard one block. See get_many."""
-        return self.get_many([key], [into], layers=layers, timeout_s=timeout_s)[0]
-
-    @abstractmethod
-    def get_many(
-        self,
-        keys: Sequence[BlockKey],
-        intos: Sequence[Any],
-        *,
-        layers: range | None = None,
-        timeout_s: float | None = None,
-    ) -> list[GetResult]:
-        """Onboard blocks, or only a range of their layers, each into its buffer.
-
-        Every answer is true and the buffer holds exactly what was put, or false with a reason, and
-        the buffer is undefined. Returns after `timeout_s` (default ssd.read_timeout) at the latest,
-        with what is ready. Page-aligned buffers are not needed. Raises BadBufferError and
-        KeyFormatError for a caller's mistake, before anything is read.
-        """
-
-    @abstractmethod
-    def match(self, keys: Sequence[BlockKey]) -> Match:
-        """The longest resident prefix. Answered from memory; changes nothing."""
-
-    @abstractmethod
-    def lease(self, keys: Sequence[BlockKey]) -> Lease:
-        """Match, and protect what matched from eviction until the lease ends. Counts as a use."""
-
-    @abstractmethod
-    def touch(self, keys: Sequence[BlockKey]) -> int:
-        """Count the resident prefix as used now. Returns its length."""
-
-    @abstractmethod
-    def session(
-        self,
-        name: str,
-        keys: Sequence[BlockKey] | None = None,
-        state: str = "alive",
-        *,
-        tenant: str = "",
-    ) -> int:
-        """Remember the prompt of a session, and what becomes of it: alive, pending (a tool call is
-        under way) or closed (it will not come back). Returns how many of its blocks are here.
-
-        `keys` of one prompt, head first; left out, those that `tenant` has given that name before.
-        Not a use. What is known is on the drives too, some seconds later at most.
-        """
-
-    @property
-    @abstractmethod
-    def sessions(self) -> DepotSessions:
-        """What else can be asked and done about sessions."""
-
-    @abstractmethod
-    def hint(
-        self, keys: Sequence[BlockKey] | str, deadline_s: float, *, tenant: str = ""
-    ) -> PrefetchHint:
-        """Blocks of one prompt, head first, that will be wanted within `deadline_s` seconds; or the
-        name of a session of `tenant`.
-
-        They come to memory in the background as far as there is room. Does not block. A store that
-        lacks some of them, and shares a tier with others, looks there for what is new.
-        """
-
-    def wait_for(self, keys: Sequence[BlockKey], timeout_s: float) -> Match:
-        """The longest resident prefix, once all of it is here or `timeout_s` has passed: for blocks
-        that another machine is about to commit to a tier that both share.
-
-        What has come is brought to memory meanwhile, as by `hint`.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        found = 0
-        while found < len(keys) and (left_s := deadline_s - time.monotonic()) > 0:
-            more = self.hint(keys[found:], left_s).resident
-            found += more
-            if not more:
-                time.sleep(min(_WAIT_LOOK_S, left_s))
-        return self.match(keys)
-
-    @abstractmethod
-    def report_first_token(self, first: FirstToken) -> None:
-        """An engine tells how soon an answer began, for `stats`, the metrics and the dashboard."""
-
-    @abstractmethod
-    def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
-        """Delete blocks everywhere, also after a restart. Returns how many were there.
-
-        A leased block vanishes from lookups at once and from its tiers when its last lease ends. On
-        a store opened read-only the removal lasts as long as this process has it open.
-        """
-
-    @property
-    @abstractmethod
-    def audits(self) -> DepotAudits:
-        """What is known of blocks that were computed again, and of namespaces in quarantine."""
-
-    def remove_namespace(self, space: NamespaceHandle) -> int:
-        """Delete every block of a namespace, also after a restart. Returns how many were there."""
-        return self.remove_tag(space.tag)
-
-    @abstractmethod
-    def remove_tag(self, tag: bytes) -> int:
-        """`remove_namespace` by the first bytes of its keys."""
-
-    @abstractmethod
-    def flush(
-        self, timeout_s: float = CLOSE_TIMEOUT_S, *, keys: Sequence[BlockKey] | None = None
-    ) -> FlushReport:
-        """Wait until what was put before this call is on disk, and durable as configured.
-
-        True only if all of it is; `not_durable` says how many blocks are not, and why: those in
-        memory, and those that left it unwritten since the last flush. What was on a drive and has
-        made room there does not count. With `keys` it is about these blocks alone, and `blocks`
-        answers for each. What could not be written before is tried again.
-        """
-
-    @abstractmethod
-    def set_write_mode(self, tier: str, mode: str) -> None:
-        """Change how a file tier gets its blocks (`write_mode` of its settings), from now on."""
-
-    @abstractmethod
-    def add_drive(self, tier: str, path: str | os.PathLike[str]) -> None:
-        """Use one more drive, which must be empty, from now on; its capacity is the others'."""
-
-    @abstractmethod
-    def drain_drive(self, tier: str, path: str | os.PathLike[str]) -> int:
-        """Move a drive's blocks to the others and use it no more. Returns how many were moved."""
-
-    @abstractmethod
-    def resize(self, tier: str, capacity: int | str) -> None:
-        """Let a file tier have more or less room, as `capacity` of its settings."""
-
-    @abstractmethod
-    def record(self, path: str | os.PathLike[str]) -> None:
-        """Write every lookup from now on to a new file, a trace for `kvdepot sim`."""
-
-    @abstractmethod
-    def stop_recording(self) -> int:
-        """End `record`. Returns how many requests were written; 0 if nothing was recorded."""
-
-    @abstractmethod
-    def check(self, *, deep: bool = True) -> CheckReport:
-        """Verify the index and the tiers against each other and, if `deep`, every byte in memory
-        and on disk.
-        """
-
-    @abstractmethod
-    def stats(self) -> dict[str, Any]:
-        """Counters, and what each tier holds and how it is, as plain values."""
-
-    @abstractmethod
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
-        """Write down what waits, stop the threads, release everything. May be called twice."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

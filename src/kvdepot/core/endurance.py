@@ -1,4 +1,4 @@
-"""How much may be written to a drive that wears out. Pure: time comes in as an argument.
+"""Budget of bytes written to a drive that wears out. Pure: time is an argument.
 
 A token bucket of bytes that holds the budget of an hour. It fills a little slower than the day's
 budget, by what it holds when full, so that no 24 hours exceed the budget.
@@ -14,13 +14,13 @@ BURST_S: Final = 3600.0
 
 @dataclass(slots=True)
 class Endurance:
-    """What may still be written to one drive."""
+    """The write budget of one drive."""
 
     daily_bytes: int
     level_bytes: float
     """Below 0 after writes that could not be left out; further writes wait until it is above."""
     at_s: float
-    """When `level_bytes` was so, by a clock that goes on across restarts."""
+    """Time of `level_bytes`, by a clock that continues across restarts."""
 
     @classmethod
     def full(cls, daily_bytes: int, now_s: float) -> "Endurance":

@@ -1,4 +1,4 @@
-"""How soon an answer began, as engines tell depots: what was decided, expected and measured."""
+"""Reports of engines on first tokens: the decision, the expected and the measured time."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -26,7 +26,7 @@ class FirstToken:
 
     prompt_tokens: int
     fetched_tokens: int
-    """Of them, those that the decision was to fetch."""
+    """Tokens among them that were to be fetched."""
     seconds: float
     """To the first token, as measured."""
     predicted_s: float

@@ -187,16 +187,16 @@ def _gated_delta_net(fields: _Fields, conv_width: int, state_width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """How to read the configs of one model type."""
+    """Rules for reading the configs of one model type."""
 
     layers: LayerRule = _all_full
     """Each layer's kind, where the config has no layer_types."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What the model's class fills in and published configs leave out."""
+    """Defaults of the model's class, for fields that published configs leave out."""
     kv_heads: Literal["given", "as heads", "falcon", "bigcode"] = "given"
-    """Where the number of K and V heads is found; "as heads": all of them when it is not given."""
+    """Where the number of K and V heads is read; "as heads": equal to all heads if not given."""
     head_dim: Literal["given", "divided"] = "divided"
-    """Whether a missing head_dim is hidden_size / num_attention_heads or an error."""
+    """"divided": a missing head_dim is hidden_size / num_attention_heads; "given": an error."""
     mla: bool = False
     state: StateRule | None = None
 
@@ -306,7 +306,7 @@ def model_layout(
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """What attention costs in layers of one kind."""
+    """Cost of attention in layers of one kind."""
 
     pair_flops: int
     """Floating-point operations, over these layers, for each pair of tokens that attend."""
@@ -315,7 +315,7 @@ class AttentionCost:
 
 
 def attention_costs(config: Mapping[str, Any] | str | Path) -> tuple[AttentionCost, ...]:
-    """What attention costs in prefill, for each kind of attention layers of `config`.
+    """Return the cost of attention in prefill for each kind of attention layer in `config`.
 
     A score takes 2 operations for each element of K and of V, in each query head; a latent (mla)
     is expanded to full heads first. Raises ConfigError as `model_layout` does.

@@ -14,7 +14,7 @@ The first block's parent digest is 16 zero bytes. A real digest whose first half
 whole parent digest, so the keys stay distinct; a prefix tree merely sees a root where there is
 a child.
 
-Engines that name their blocks by chained hashes of their own, and tell no tokens, have keys made of
+Engines that name blocks by chained hashes of their own, without tokens, have keys made of
 these: digest = BLAKE2b-128(key=chain key, person="kvdepot-hash-v1")(engine's hash), and the link is
 the first half of the digest of the parent's hash.
 """
@@ -54,7 +54,7 @@ def encode(value: Encodable) -> bytes:
 
     None is "n"; an int is "i" and 8 bytes, signed little-endian; str (UTF-8, not normalised) and
     bytes are "s" and "b", an 8-byte length and the content; a tuple is "t", an 8-byte count and
-    its items. Every form tells its own length, so concatenation is unambiguous.
+    its items. Every form includes its length, so concatenation is unambiguous.
     """
     match value:
         case None:

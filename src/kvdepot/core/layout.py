@@ -1,4 +1,4 @@
-"""What the bytes of one block are.
+"""Layout of the bytes of one block.
 
 A block holds N tokens of all layers of one KV group, layer-major: everything of the group's first
 layer, then everything of the second, and so on. A range of layers is therefore one contiguous
@@ -47,7 +47,7 @@ _USED: Final[dict[str, tuple[str, ...]]] = {
     "state": ("state_bytes",),
     "opaque": ("state_bytes",),
 }
-"""Which of _SIZES a kind has; the others are 0."""
+"""The fields of _SIZES that each kind has; the others are 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class KVLayout:
     latent_dim: int = 0
     """kv_lora_rank: elements of the compressed K and V of one token (mla)."""
     rope_dim: int = 0
-    """qk_rope_head_dim: elements of the shared rotary key kept beside it (mla)."""
+    """qk_rope_head_dim: elements of the shared rotary key that is kept with it (mla)."""
     state_bytes: int = 0
     """Bytes of one layer in one block, whatever the tokens (state, opaque)."""
     sliding_window: int | None = None
@@ -176,7 +176,9 @@ class KVLayout:
     def opaque(
         cls, block_bytes: int, block_tokens: int, layers: int = 1, *, dtype: DType = "uint8"
     ) -> "KVLayout":
-        """An engine's pages as they are: `block_bytes` for a block, split evenly over `layers`."""
+        """Layout of an engine's unconverted pages: `block_bytes` a block, split evenly over
+        `layers`.
+        """
         if layers < 1 or block_bytes % layers:
             raise ConfigError("layers", f"{block_bytes} bytes do not divide into {layers} layers")
         size = block_bytes // layers

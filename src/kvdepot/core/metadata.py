@@ -1,4 +1,4 @@
-"""What a volume keeps beside blocks: descriptions of namespaces, tombstones, sessions, a profile.
+"""Metadata of volumes: descriptions of namespaces, tombstones, sessions, a profile and the like.
 
 An entry has a kind, a name and a stamp. Of several entries with one kind and name the greatest
 stamp counts, on whichever volume it lies; an entry without a value deletes the others. Tombstones
@@ -20,16 +20,16 @@ from kvdepot.core.clock import STAMP_MAX
 NAME_BYTES_MAX: Final = 1024
 VALUE_BYTES_MAX: Final = 8 << 20
 TOMBSTONE_AGE_US: Final = 30 * 86_400 * 1_000_000
-"""How long deletions are kept for a volume that is away."""
+"""Deletions are kept for this time for a volume that is away."""
 _U64: Final = struct.Struct("<Q")
 Array = npt.NDArray[Any]
 
 
 class MetaKind(IntEnum):
-    """What an entry is about. The name is in brackets."""
+    """The kind of an entry. Its name is in brackets."""
 
     NAMESPACE = 1
-    """What a tag stands for, as JSON [tag]."""
+    """Description of a namespace, as JSON [tag]."""
     TOMBSTONE = 2
     """Records that are gone [key or tag]."""
     SESSION = 3
@@ -46,9 +46,15 @@ class MetaKind(IntEnum):
     """Segments with this id or a lower one do not count, u64 [empty]."""
     PROFILE = 9
     """Measured speed of the volume itself [empty]."""
+    SLOTS = 10
+    """Segments of the volume that have a file, as ranges [empty]."""
+    BUDGET = 11
+    """Bytes that may still be written to the volume, and the time of that, two f64 [empty]."""
+    OPENED = 12
+    """The volume was opened for writing at this stamp, no value [empty]."""
 
 
-OWN_KINDS: Final = frozenset({MetaKind.PROFILE})
+OWN_KINDS: Final = frozenset({MetaKind.PROFILE, MetaKind.SLOTS, MetaKind.BUDGET, MetaKind.OPENED})
 """Kinds that concern one volume and are not copied to others."""
 
 
@@ -63,7 +69,7 @@ class MetaEntry:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the fields are within their limits. A checksum says nothing of that."""
+        """True if the fields are within their limits. A checksum does not show that."""
         return (
             len(self.name) <= NAME_BYTES_MAX
             and 0 <= self.stamp <= STAMP_MAX
@@ -79,7 +85,7 @@ class Tombstone:
     """A whole key, or the tag of a namespace."""
     below: int
     recorded: int
-    """When this was recorded: copies of the block that it covers lie in segments with lower ids."""
+    """Stamp of the recording: copies of the block that it covers lie in segments with lower ids."""
 
     @property
     def is_valid(self) -> bool:
@@ -102,7 +108,7 @@ class Tombstone:
         return found if found.is_valid else None
 
     def merged(self, other: "Tombstone | None") -> "Tombstone":
-        """One tombstone that says what both say."""
+        """One tombstone that covers what both cover."""
         if other is None or other == self:
             return self
         below, recorded = max(self.below, other.below), max(self.recorded, other.recorded)
@@ -117,7 +123,7 @@ class Metadata:
     tombstones: dict[bytes, Tombstone] = field(default_factory=dict)
 
     def is_news(self, entry: MetaEntry) -> bool:
-        """Whether an entry is valid and says more than what is known."""
+        """True if an entry is valid and newer than the known one."""
         if entry.kind is MetaKind.TOMBSTONE:
             stone, known = Tombstone.parse(entry), self.tombstones.get(entry.name)
             return stone is not None and stone.merged(known) != known
@@ -125,7 +131,7 @@ class Metadata:
         return entry.is_valid and (before is None or before.stamp < entry.stamp)
 
     def add(self, entry: MetaEntry) -> None:
-        """Take an entry in, if it is news."""
+        """Add an entry, if it is news."""
         if not self.is_news(entry):
             return
         stone = Tombstone.parse(entry) if entry.kind is MetaKind.TOMBSTONE else None
@@ -167,7 +173,7 @@ def floor_entry(floor: int, stamp: int) -> MetaEntry:
 
 
 def merged(parts: Iterable[Metadata]) -> Metadata:
-    """What several volumes know together, but for what concerns one alone."""
+    """The entries of several volumes together, without those that concern one volume."""
     found = Metadata()
     for part in parts:
         for entry in part.all():

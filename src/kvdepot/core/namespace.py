@@ -9,7 +9,7 @@ by name only: the names are enough to compute the keys.
     chain key = BLAKE2b-256(person="kvdepot-chain-v1")(root)
 
 A secret longer than 64 bytes, BLAKE2b's limit, is replaced by its BLAKE2b-512 digest
-(person="kvdepot-secret"). The tag is stored beside the description, so a guessable secret can be
+(person="kvdepot-secret"). The tag is stored with the description, so a guessable secret can be
 searched for offline: use 16 random bytes or more.
 """
 
@@ -57,11 +57,11 @@ class Namespace:
     model: str
     """The model's name, as a person would write it."""
     layout: KVLayout
-    """What a block's bytes are. Carries the dtype and the tokens of a block."""
+    """Layout of a block's bytes, with its dtype and its number of tokens."""
     fingerprint: str = ""
     """Config and weights revision, from `fingerprint()`. Empty: unknown, the name must suffice."""
     shard_rank: int = 0
-    """Which tensor-parallel shard. Leave 0 of 1 where all ranks hold the same bytes (MLA)."""
+    """Tensor-parallel shard. Leave 0 of 1 where all ranks hold the same bytes (MLA)."""
     shard_size: int = 1
     adapter: str = ""
     """LoRA or other adapter id; empty for none."""
@@ -114,7 +114,7 @@ class Namespace:
         return hashed_key(self.tag, self._chain_key, engine_hash, parent_hash)
 
     def description(self) -> dict[str, Any]:
-        """What this namespace is, as JSON-able values, without the secret."""
+        """Return the namespace's fields as JSON-able values, without the secret."""
         return {
             "format": FORMAT_VERSION,
             "tag": self.tag.hex(),
@@ -128,6 +128,10 @@ class Namespace:
             "keyed": bool(self.secret),
             "extra": dict(self.extra),
         }
+
+    def describe(self) -> bytes:
+        """`description` as text, always the same."""
+        return json.dumps(self.description(), sort_keys=True).encode()
 
     @classmethod
     def from_description(cls, told: Mapping[str, Any], secret: bytes = b"") -> "Namespace":

@@ -1,8 +1,8 @@
-"""In which order blocks leave a tier: the interface of eviction policies, and LRU.
+"""The order in which blocks leave a tier: the interface of eviction policies, and LRU.
 
 The index decides which blocks may leave at all (index/leaves.py: no children in the tier, not in
 use) and keeps those rows in queues. An `Order` says in which queue a row stands, and which end of
-which queue leaves first. It hears of every block that enters, is used or leaves.
+which queue leaves first. It is called for every block that enters, is used or leaves.
 """
 
 from collections.abc import Sequence
@@ -58,10 +58,10 @@ class TreeView(Protocol):
 
     @property
     def stamp(self) -> ColumnView:
-        """When each row was used last; a head's is newer than its tail's."""
+        """Time of each row's last use; a head's is newer than its tail's."""
 
     def depth(self, row: int) -> int:
-        """How many blocks a prompt has up to this one."""
+        """Return the number of blocks in the prompt up to this one."""
 
 
 class EvictionQueues(Protocol):
@@ -80,23 +80,23 @@ class EvictionQueues(Protocol):
 
 
 class Order(Protocol):
-    """Which eligible block leaves first. Not thread-safe; the store's lock guards it."""
+    """Chooses the eligible block that leaves first. Not thread-safe; the store's lock guards it."""
 
     queues: int
-    """How many queues each size class has."""
+    """Number of queues in each size class."""
 
     moves_on_use: bool
-    """Whether a block that is used goes to the warm end of its queue."""
+    """True if a used block moves to the warm end of its queue."""
 
     takes_chains: bool
-    """Whether blocks of one queue that were used together leave together, tail first."""
+    """True if blocks of one queue that were used together leave together, tail first."""
 
     def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
         """Called once, before everything else."""
 
     @property
     def stamps(self) -> ColumnView:
-        """What rows are sorted by in their queue, smallest first."""
+        """The column that sorts rows in their queue, smallest first."""
 
     def queue(self, row: int) -> int:
         """The queue in which the row belongs now."""

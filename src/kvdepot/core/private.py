@@ -1,7 +1,7 @@
 """Folders and files of this user alone: made so, and checked before they are used.
 
 A neighbour on the machine may have been there first, with a folder, a file or a link under the
-name that is wanted. Nothing is written, truncated or locked before these checks have passed.
+chosen name. Nothing is written, truncated or locked before these checks have passed.
 """
 
 import errno
@@ -20,7 +20,7 @@ _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 def runtime_folder(env: Mapping[str, str]) -> Path:
-    """Where this user's sockets and locks belong; `make_private_folder` makes it.
+    """Return the folder for this user's sockets and locks; `make_private_folder` creates it.
 
     Below XDG_RUNTIME_DIR, else below /run/user/UID, where that is a private folder of this user;
     else in the home directory. UnsafePathError where there is none.
@@ -40,7 +40,7 @@ def runtime_folder(env: Mapping[str, str]) -> Path:
 
 
 def is_private_folder(path: Path) -> bool:
-    """Whether it is a folder, this user's, and no other user may write to it."""
+    """True if `path` is a folder of this user that no other user may write to."""
     try:
         check_private_folder(path)
     except (UnsafePathError, OSError):

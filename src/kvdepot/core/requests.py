@@ -54,6 +54,6 @@ class Arrived:
     addresses: Array
     """Addresses of their records."""
     is_lasting: Array
-    """Whether a record stays until the lease ends; else until the sink returns."""
+    """True if a record stays until the lease ends; else it stays until the sink returns."""
     is_verified: bool
-    """Whether they were compared with their checksums just now."""
+    """True if the blocks were compared with their checksums in this call."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from kvdepot.core.block import TAG_BYTES, BlockKey
+from kvdepot.core.depot import PrefetchHint
 from kvdepot.core.keys import Keys, as_words
 from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError
@@ -19,7 +20,7 @@ STATES: Final = {
     state.name.lower(): state for state in SessionState if state is not SessionState.NONE
 }
 KEEP_S: Final = 7 * 86400.0
-"""How long a contract lasts where no end is given."""
+"""Default duration of a pin, in seconds."""
 
 
 def state_of(name: str) -> SessionState:
@@ -46,11 +47,14 @@ def by_tag(keys: Sequence[BlockKey]) -> dict[bytes, Keys]:
     return {tag: as_words(part) for tag, part in parts.items()}
 
 
+Facts = list[dict[str, Any]]
+
+
 @dataclass(frozen=True, slots=True)
-class RetentionReceipt:
+class PinReceipt:
     """Answer to `pin`. True: the blocks are on drives, durable, and stay until `until_s`.
 
-    A false one says in `reason` why that cannot be promised; nothing has changed then.
+    A false one says in `reason` why they cannot be kept; nothing has changed then.
     """
 
     kept: bool
@@ -58,10 +62,9 @@ class RetentionReceipt:
     blocks: int = 0
     nbytes: int = 0
     until_s: float = 0.0
-    """By the time of day, in seconds since 1970."""
-    through_turn: bool = False
+    """The time of day, in seconds since 1970."""
     numbers: tuple[int, ...] = ()
-    """Of the contract in each namespace that has the session."""
+    """The number of the pin in each namespace that has the session."""
     reason: str = ""
     hint: str = ""
 
@@ -79,18 +82,28 @@ class DepotSessions(ABC):
     """
 
     @abstractmethod
-    def known(self, order: str = "recent", limit: int = 100) -> list[dict[str, Any]]:
+    def name(
+        self,
+        name: str,
+        keys: Sequence[BlockKey] | None = None,
+        state: str = "alive",
+        *,
+        tenant: str = "",
+    ) -> int:
+        """Remember the prompt of a session, and what becomes of it: alive, pending (a tool call is
+        under way) or closed (it will not come back). Returns how many of its blocks are here.
+
+        `keys` of one prompt, head first; left out, those that `tenant` has given that name before.
+        Not a use. The drives have it some seconds later at most.
+        """
+
+    @abstractmethod
+    def list(self, order: str = "recent", limit: int = 100) -> Facts:
         """Sessions: `recent` or `cold` by their last use, or `busy` by their turns."""
 
     @abstractmethod
-    def show(self, name: str, *, namespace: str = "") -> list[dict[str, Any]]:
+    def show(self, name: str, *, namespace: str = "") -> Facts:
         """All that is known of a session, one entry for each namespace that has it."""
-
-    @abstractmethod
-    def shared_prefixes(self, order: str = "busy", limit: int = 100) -> list[dict[str, Any]]:
-        """Prefixes that several sessions begin with: `busy` by the blocks that sharing saves, or
-        `cold` by their last use. Of a model's shards the first one; not of windows and states.
-        """
 
     @abstractmethod
     def pin(
@@ -99,40 +112,25 @@ class DepotSessions(ABC):
         *,
         until_s: float | None = None,
         for_s: float | None = None,
-        through_turn: bool = False,
         namespace: str = "",
-    ) -> RetentionReceipt:
-        """Keep the session's blocks until a moment, or for so long (default a week); with
-        `through_turn` until its next turn, if that comes before. Returns when it is durable.
+    ) -> PinReceipt:
+        """Keep the session's blocks until a time of day, or for a number of seconds (default a
+        week). Returns when that is durable.
         """
 
     @abstractmethod
     def unpin(self, name: str, *, namespace: str = "") -> int:
-        """End the session's contract. Returns how many namespaces had one."""
+        """End the session's pin. Returns how many namespaces had one."""
 
     @abstractmethod
-    def park(self, name: str, *, namespace: str = "") -> dict[str, Any]:
-        """The session pauses: write its blocks to drives, and free the memory that they take."""
-
-    @abstractmethod
-    def warm(self, name: str, deadline_s: float = 10.0, *, namespace: str = "") -> dict[str, Any]:
-        """The session is about to come back: bring its blocks to memory, in the background."""
-
-    @abstractmethod
-    def expire(self, name: str, *, namespace: str = "") -> dict[str, Any]:
-        """The session is over: end its contract and forget it. Its blocks make room first."""
-
-    @abstractmethod
-    def ledger(self) -> dict[str, Any]:
-        """Tokens given back and GPU seconds saved since the depot was opened, by tenant and by
-        session, what they are worth, and the speeds and prices used. docs/ledger.md
+    def prefetch(self, name: str, deadline_s: float = 10.0, *, namespace: str = "") -> PrefetchHint:
+        """Bring the session's blocks to memory in the background. Does not block. Brings nothing if
+        the session is not known.
         """
 
     @abstractmethod
-    def tell_prefill(self, namespace: str, token_s: float, pair_s: float = 0.0) -> bool:
-        """An engine has measured its prefill: seconds for each token, and for each pair of tokens
-        that attend. From now on the ledger reckons with it. False: the namespace is not registered.
-        """
+    def evict_to_disk(self, name: str, *, namespace: str = "") -> dict[str, Any]:
+        """Write the session's blocks to drives, and free the memory that they take."""
 
     @abstractmethod
     def export(
@@ -142,4 +140,4 @@ class DepotSessions(ABC):
 
     @abstractmethod
     def import_file(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Take in a session from such a file, as far as it is intact."""
+        """Import a session from such a file. Blocks before the first damage are imported."""

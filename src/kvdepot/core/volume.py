@@ -12,7 +12,7 @@ Faults of the medium are values: a record without room has the place NO_PLACE, a
 FAILED, wrong bytes are CORRUPT. Volumes differ by their facts; no caller asks for their type.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 from typing import Any, Final, Protocol
@@ -99,8 +99,8 @@ outcome image and target are undefined.
 
 
 class Purpose(Enum):
-    """Why a record is appended. A volume keeps one segment back for MOVE, so that a segment can
-    always be reclaimed.
+    """The reason of an append. A volume reserves one segment for MOVE, so that a segment can always
+    be reclaimed.
     """
 
     BLOCK = auto()
@@ -109,7 +109,7 @@ class Purpose(Enum):
 
 
 class Priority(IntEnum):
-    """Who waits for a read. A volume with a queue serves lower numbers first."""
+    """The caller that waits for a read. A volume with a queue serves lower numbers first."""
 
     FOREGROUND = 0
     PREFETCH = 1
@@ -118,7 +118,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WriteBudget:
-    """How much may still be written to a volume with a daily limit."""
+    """Bytes that may still be written to a volume with a daily limit."""
 
     bucket_bytes: int
     left_bytes: int
@@ -138,11 +138,11 @@ class VolumeFacts:
     full: bool = False
     """The last write found no room on the disk. Reads work."""
     lost: bool = False
-    """The medium was taken away. The store closes this volume and opens a new one."""
+    """The medium was removed. The store closes this volume and opens a new one."""
     may_reopen: bool = False
-    """A lost volume: its medium seems to be back."""
+    """The medium of a lost volume seems to be back."""
     reason: str = ""
-    """Why it is not up."""
+    """The reason if it is not up."""
     errors: int = 0
     retry_in_s: float = 0.0
     """Time until the next trial of a volume that is down."""
@@ -150,7 +150,7 @@ class VolumeFacts:
     used_bytes: int = 0
     """Whole records of blocks in use."""
     held_bytes: int = 0
-    """What the volume takes of its medium."""
+    """Bytes that the volume occupies on its medium."""
     segment_bytes: int = 0
     segments_max: int = 0
     spare_segments: int = 0
@@ -168,20 +168,20 @@ class VolumeFacts:
     queued_bytes: int = 0
     """Reads that were requested and have not ended."""
     contiguous_bytes: int = 0
-    """How much of one prompt should lie in one piece; 0 if seeks cost nothing."""
+    """Bytes of one prompt that should lie together; 0 if seeks cost nothing."""
     writers: int = 1
-    """How many appends side by side are of use."""
+    """The useful number of concurrent appends."""
     is_remote: bool = False
     """It lies behind a network or is shared with other nodes: no put waits for it."""
     is_durable: bool = False
-    """What `sync` has covered survives a power cut, on this node alone."""
+    """Synced records survive a power cut, without other nodes."""
     identity: bytes = b""
     """Names the volume wherever it is attached; empty if it has no name."""
     oldest_segment: int = 0
     """The lowest id of a segment that may still be on the medium; 0: there is none."""
     budget: WriteBudget | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
-    """More values for `stats`, only if asked for."""
+    """More values for `stats`, if `details` was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +199,17 @@ class SegmentTable:
     """No more records are appended to it, and all of its writes have ended."""
 
 
+def segment_table(rows: Iterable[tuple[int, int, int, int, bool]]) -> SegmentTable:
+    """Segments given as id, number, records and bytes in use, and whether it is sealed."""
+    ids, segments, live_count, live_bytes, sealed = (
+        np.array(sorted(rows), np.int64).reshape(-1, 5).T
+    )
+    return SegmentTable(segments, ids, live_count, live_bytes, sealed.astype(bool))
+
+
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a volume holds, or what has changed in it.
+    """The content of a volume, or its changes.
 
     The volume counts all records in here as in use; the store discards those that it does not
     enter.
@@ -215,7 +223,7 @@ class Contents:
     token: int
     """Give this to the next call."""
     gone_words: Array = field(default_factory=lambda: np.zeros((0, 4), np.uint64))
-    """Keys of records that were taken away by other nodes."""
+    """Keys of records that other nodes have removed."""
     gone_places: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     metadata: Sequence[MetaEntry] = ()
     """Entries that are new since the last call; at first all."""
@@ -280,8 +288,8 @@ class Volume(Protocol):
         """All segments."""
 
     def release(self, segment: int) -> bool:
-        """Free a segment. What was written elsewhere in its place is made durable before. False: it
-        could not be, and nothing has changed.
+        """Free a segment. Earlier appends are made durable before, because they may have moved its
+        records. False: that failed, and nothing has changed.
         """
 
     def put_meta(self, entries: Sequence[MetaEntry]) -> bool:
@@ -295,9 +303,8 @@ class Volume(Protocol):
         """
 
     def contents(self, since: int | None, *, look: bool = False) -> Contents:
-        """What the volume holds (`since` None) or what has changed since the call that returned the
-        token `since`. No I/O. `look`: ask the medium soon, in the background, for what other nodes
-        have changed.
+        """The content of the volume (`since` None), or the changes since the call that returned the
+        token `since`. No I/O. `look`: read the changes of other nodes soon, in the background.
         """
 
     def set_limits(self, capacity_bytes: int | None, *, may_write: bool) -> None:
@@ -306,9 +313,9 @@ class Volume(Protocol):
         """
 
     def maintain(self, is_quiet: Callable[[], bool]) -> float:
-        """Do a little upkeep: try a volume that is down, notice a medium that was taken away, give
-        back surplus segments, measure speeds while `is_quiet`. Returns the seconds until the next
-        call. One thread calls it.
+        """Do background work for a short time: try a volume that is down, notice a medium that was
+        removed, give back surplus segments, measure speeds while `is_quiet`. Returns the seconds
+        until the next call. One thread calls it.
         """
 
     def close(self) -> None:
@@ -316,23 +323,23 @@ class Volume(Protocol):
 
 
 class Change(Enum):
-    """What a volume tells the store of, from any thread and without a lock held."""
+    """Changes that a volume reports to the store, from any thread and without a lock held."""
 
     STATE = auto()
-    """It went down or works again."""
+    """The volume went down or works again."""
     CONTENTS = auto()
-    """Other nodes have changed what it holds: see `Volume.contents`."""
+    """Other nodes have changed its content: see `Volume.contents`."""
     PUBLISHED = auto()
-    """Other nodes can see now what this one has changed."""
+    """Other nodes can see the changes of this node now."""
 
 
 def _ignore(change: Change) -> None:
-    """The store is not told."""
+    """Ignore a change."""
 
 
 @dataclass(frozen=True, slots=True)
 class VolumeContext:
-    """What the store gives to the factory of a volume."""
+    """The arguments of a volume's factory."""
 
     clock: Clock
     wall: Clock
@@ -341,9 +348,9 @@ class VolumeContext:
     """The order of puts and removals; a volume observes the stamps that it finds."""
     writable: bool = True
     capacity_bytes: int | None = None
-    """What the volume may take, if it was resized since the configuration was read."""
+    """The capacity, if the volume was resized since the configuration was read."""
     on_change: Callable[[Change], None] = _ignore
 
 
 OpenVolume = Callable[[VolumeContext], Volume]
-"""Opens a volume. Raises KVDepotError; then nothing is held."""
+"""Opens a volume. Raises KVDepotError; then nothing stays open."""

@@ -1,4 +1,7 @@
-"""Copying blocks between places in memory, verified where asked."""
+"""Copies of blocks between places in memory, verified or checksummed in the same pass.
+
+`blocks` are rows of core.requests.BLOCK_DTYPE, `records` the addresses of their records.
+"""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -7,9 +10,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvdepot.core.requests import Array
 from kvdepot.format.record import HEAD_BYTES, TABLE_OFFSET, chunk_count
 from kvdepot.native import COPY, FILL, TRANSFER_DTYPE, VERIFY, chunk_checksums, transfer
 
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 _WORDS: Final = TRANSFER_DTYPE.itemsize // 8
 
 
@@ -29,31 +35,58 @@ def read_op(slot: int, target: int, start: int, stop: int, chunk_bytes: int) -> 
     return (0, slot + HEAD_BYTES + start, target, stop - start, chunk_bytes, table, VERIFY)
 
 
-def verified_ops(
-    slot: int, target: int, span: tuple[int, int], payload_bytes: int, chunk_bytes: int
-) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """What verifies and copies a range of the payload that need not end at borders of chunks.
+def spans(blocks: Array) -> tuple[Ints, Ints, Bools]:
+    """The wanted ranges in whole chunks, as start and stop; and which were so already."""
+    start, stop, chunk = blocks["start"], blocks["stop"], blocks["chunk_bytes"]
+    first = start // chunk * chunk
+    last = np.minimum(-(-stop // chunk) * chunk, blocks["payload_bytes"])
+    return first, last, (first == start) & (last == stop)
 
-    Such a range is verified as whole chunks, and copied by a second operation.
+
+def verify_ops(blocks: Array, records: Ints) -> Array:
+    """Operations that verify the wanted ranges in whole chunks, and copy those that are so to the
+    addresses of the blocks.
     """
-    start, stop = span
-    first = start // chunk_bytes * chunk_bytes
-    last = min(-(-stop // chunk_bytes) * chunk_bytes, payload_bytes)
-    if (first, last) == span:
-        return read_op(slot, target, start, stop, chunk_bytes), None
-    copy = copy_op(slot, target, start, stop) if target else None
-    return read_op(slot, 0, first, last, chunk_bytes), copy
+    first, last, exact = spans(blocks)
+    ops = np.zeros(len(blocks), TRANSFER_DTYPE)
+    ops["source"], ops["nbytes"] = records + HEAD_BYTES + first, last - first
+    ops["target"] = np.where(exact, blocks["address"], 0)
+    ops["chunk_bytes"], ops["mode"] = blocks["chunk_bytes"], VERIFY
+    ops["table"] = records + TABLE_OFFSET + 8 * (first // blocks["chunk_bytes"])
+    return ops
+
+
+def copy_out(blocks: Array, records: Ints, *, verify: bool) -> Bools:
+    """Copy the wanted ranges to the addresses of the blocks, if they have one. Returns which blocks
+    are intact; all of them without `verify`.
+    """
+    intact, copied = np.ones(len(blocks), bool), np.zeros(len(blocks), bool)
+    if verify:
+        ops = verify_ops(blocks, records)
+        transfer(ops)
+        intact, copied = ops["result"] == 0, ops["target"] != 0
+    rest = np.flatnonzero((blocks["address"] != 0) & ~copied & intact)
+    if len(rest):
+        blocks, records = blocks[rest], records[rest]
+        ops = np.zeros(len(blocks), TRANSFER_DTYPE)
+        ops["source"], ops["target"] = records + HEAD_BYTES + blocks["start"], blocks["address"]
+        ops["nbytes"], ops["mode"] = blocks["stop"] - blocks["start"], COPY
+        transfer(ops)
+    return intact
+
+
+def copy_in(blocks: Array, records: Ints) -> None:
+    """Copy whole blocks from their addresses into slots, checksummed in the same pass."""
+    ops = np.zeros(len(blocks), TRANSFER_DTYPE)
+    ops["source"], ops["target"] = blocks["address"], records + HEAD_BYTES
+    ops["nbytes"], ops["chunk_bytes"] = blocks["payload_bytes"], blocks["chunk_bytes"]
+    ops["table"], ops["mode"] = records + TABLE_OFFSET, FILL
+    transfer(ops)
 
 
 def copy_op(slot: int, target: int, start: int, stop: int) -> tuple[int, ...]:
     """A plain copy of a range of the payload out of the slot at address `slot`."""
     return (0, slot + HEAD_BYTES + start, target, stop - start, 0, 0, COPY)
-
-
-def fill_op(slot: int, source: int, payload_bytes: int, chunk_bytes: int) -> tuple[int, ...]:
-    """A copy of a payload into the slot at address `slot`, checksummed in the same pass."""
-    target, table = slot + HEAD_BYTES, slot + TABLE_OFFSET
-    return (0, source, target, payload_bytes, chunk_bytes, table, FILL)
 
 
 def checksum_slot(image: memoryview, payload_bytes: int, chunk_bytes: int) -> None:

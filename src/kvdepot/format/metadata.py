@@ -1,14 +1,16 @@
-"""The bytes of a metadata log: a header, then one frame for each entry.
+"""The bytes of a volume's metadata: the page that names the volume, and the metadata log.
 
-    header, a page by itself
-    0    8s    magic
-    8    16s   UUID of the volume
-    24   u64   generation    a log that is written anew has the next one
-    32   u64   settled       frames up to this number were synced before the log came into force
-    40   16x
-    56   u64   checksum of the bytes before
+    volume header, a page: the superblock, and the first page of each copy of the log
+    0    u64   checksum of the bytes 8 to 64
+    8    8s    magic
+    16   u32   format
+    20   u32   40: bytes of the fields that follow
+    24   16s   UUID of the volume
+    40   u64   segment bytes
+    48   u64   generation    0 in the superblock; each time the log is written again, one more
+    56   u64   settled       frames up to this number were synced before the log came into force
 
-    frame, a multiple of 8 bytes
+    frame, a multiple of 8 bytes: one entry of the log
     0    u64   checksum of what follows, of the volume's UUID and of the generation
     8    u32   bytes of the value
     12   u8    kind, u8 flags (1: deleted), u16 bytes of the name
@@ -17,8 +19,8 @@
     32   u64   stamp
     40         name, value, zeros
 
-A power cut may leave any part of what was not synced, so a gap in the numbers is damage only if a
-later frame says that the missing one was synced.
+A power cut may leave any part of unsynced frames. A gap in the numbers is damage only if a later
+frame says that the missing one was synced.
 """
 
 import struct
@@ -30,40 +32,60 @@ import numpy as np
 
 from kvdepot.core.metadata import NAME_BYTES_MAX, VALUE_BYTES_MAX, MetaEntry, MetaKind
 from kvdepot.format.record import PAGE
+from kvdepot.format.segment import FORMAT
 from kvdepot.native import checksum
 
-MAGIC: Final = b"KVMETA2\0"
+MAGIC: Final = b"KVDEPOT\0"
 FRAMES_AT: Final = PAGE
 """The header has a page of its own, so that writing a frame never touches it."""
-_HEADER: Final = struct.Struct("<8s16sQQ16x")
+_HEADER: Final = struct.Struct("<Q8sII16sQQQ")
+HEADER_BYTES: Final = _HEADER.size
+"""The rest of the header's page is zeros."""
+_PREFIX: Final = struct.Struct("<Q8sII")
+"""Has the same place in every format."""
 _FRAME: Final = struct.Struct("<QIBBHQQQ")
 _U64: Final = struct.Struct("<Q")
+_SEGMENT_BYTES_MAX: Final = 1 << 36
+"""Pages of a segment are counted in 24 bits."""
 _DELETED: Final = 1
 _KINDS: Final = frozenset(int(kind) for kind in MetaKind)
 _UNIT: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class LogHeader:
-    """The beginning of one copy of the log."""
+class VolumeHeader:
+    """The page that names a volume."""
 
     store: bytes
-    generation: int
+    """Its UUID."""
+    segment_bytes: int
+    generation: int = 0
     settled: int = 0
 
     def pack(self) -> bytes:
-        head = _HEADER.pack(MAGIC, self.store, self.generation, self.settled)
-        return (head + _U64.pack(checksum(head))).ljust(PAGE, b"\0")
+        fields = (self.store, self.segment_bytes, self.generation, self.settled)
+        length = _HEADER.size - _PREFIX.size
+        body = _HEADER.pack(0, MAGIC, FORMAT, length, *fields)[_U64.size :]
+        return (_U64.pack(checksum(body)) + body).ljust(PAGE, b"\0")
 
     @classmethod
-    def parse(cls, image: bytes | memoryview) -> "LogHeader | None":
-        if len(image) < FRAMES_AT:
+    def parse(cls, page: bytes | memoryview) -> "VolumeHeader | int | None":
+        """The header; the number of the format if it is another one; None if the page is damaged,
+        or no header.
+        """
+        if len(page) < PAGE:
             return None
-        magic, store, generation, settled = _HEADER.unpack_from(image)
-        (digest,) = _U64.unpack_from(image, _HEADER.size)
-        if magic != MAGIC or digest != checksum(bytes(image[: _HEADER.size])):
+        digest, magic, number, length = _PREFIX.unpack_from(page)
+        end = _PREFIX.size + length
+        if magic != MAGIC or end > PAGE or digest != checksum(bytes(page[8:end])):
             return None
-        return cls(store, generation, settled)
+        if number != FORMAT:
+            return int(number)
+        if end != _HEADER.size:
+            return None
+        found = cls(*_HEADER.unpack_from(page)[4:])
+        is_size = 2 * PAGE < found.segment_bytes <= _SEGMENT_BYTES_MAX
+        return found if is_size and not found.segment_bytes % PAGE else None
 
     @property
     def seed(self) -> bytes:
@@ -85,7 +107,7 @@ def frame_bytes(entry: MetaEntry) -> int:
     return -(-length // _UNIT) * _UNIT
 
 
-def pack_frame(header: LogHeader, number: int, synced: int, entry: MetaEntry) -> bytes:
+def pack_frame(header: VolumeHeader, number: int, synced: int, entry: MetaEntry) -> bytes:
     value = entry.value or b""
     flags = _DELETED if entry.value is None else 0
     body = _FRAME.pack(
@@ -95,7 +117,7 @@ def pack_frame(header: LogHeader, number: int, synced: int, entry: MetaEntry) ->
     return _U64.pack(checksum(body + header.seed)) + body
 
 
-def pack_log(header: LogHeader, entries: Iterable[MetaEntry]) -> bytes:
+def pack_log(header: VolumeHeader, entries: Iterable[MetaEntry]) -> bytes:
     """A whole log with these entries, all of which count as synced."""
     frames = [
         pack_frame(header, number, header.settled, entry)
@@ -105,6 +127,7 @@ def pack_log(header: LogHeader, entries: Iterable[MetaEntry]) -> bytes:
 
 
 def _parse_frame(image: memoryview, at: int, seed: bytes) -> tuple[LogFrame, int] | None:
+    """The frame at `at` and where it ends; None if there is no intact one."""
     if at + _FRAME.size > len(image):
         return None
     digest, value_bytes, kind, flags, name_bytes, number, synced, stamp = _FRAME.unpack_from(
@@ -142,18 +165,18 @@ def _next_frame(image: memoryview, start: int, seed: bytes) -> tuple[LogFrame, i
 class LogCopy:
     """One copy of a log, as far as it can be read."""
 
-    header: LogHeader
+    header: VolumeHeader
     frames: dict[int, LogFrame] = field(default_factory=dict)
-    """By number."""
+    """Keyed by number."""
     end: int = FRAMES_AT
-    """Where the next frame goes: behind the last frame before the first gap."""
+    """The place of the next frame: behind the last frame before the first gap."""
 
     @classmethod
     def parse(cls, image: bytes | memoryview, store: bytes) -> "LogCopy | None":
         """None: the header is damaged, or of another volume."""
         view = memoryview(image)
-        header = LogHeader.parse(view)
-        if header is None or header.store != store:
+        header = VolumeHeader.parse(view[:PAGE])
+        if not isinstance(header, VolumeHeader) or not header.generation or header.store != store:
             return None
         copy, at, seed = cls(header), FRAMES_AT, header.seed
         while at < len(view):
@@ -167,13 +190,13 @@ class LogCopy:
         return copy
 
     def has_all(self, last: int) -> bool:
-        """Whether no frame up to this number is missing."""
+        """True if all frames up to this number are present."""
         return all(number in self.frames for number in range(1, last + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class LogContents:
-    """What the copies of a log say together."""
+    """The merged content of the copies of a log."""
 
     entries: list[MetaEntry]
     generation: int
@@ -182,11 +205,11 @@ class LogContents:
     synced: int
     """Frames up to this number were durable in both copies."""
     missing: int
-    """Frames that were synced and are in no copy: what they said is lost."""
+    """The number of synced frames that are in no copy."""
 
 
 def merge_copies(copies: Sequence[LogCopy]) -> LogContents:
-    """What the newest generation says. A frame that one copy lacks is taken from the other."""
+    """Merge the copies of the newest generation. A frame that one lacks comes from the other."""
     generation = max((copy.header.generation for copy in copies), default=0)
     newest = [copy for copy in copies if copy.header.generation == generation]
     frames: dict[int, LogFrame] = {}
@@ -198,6 +221,6 @@ def merge_copies(copies: Sequence[LogCopy]) -> LogContents:
     while last + 1 in frames:
         last += 1
     missing = sum(number not in frames for number in range(last + 1, synced + 1))
-    # Behind a gap that a power cut explains nothing counts; behind damage all does that is left.
+    # Frames behind a gap count only if the gap is damage and not left by a power cut.
     counted = [frame for number, frame in sorted(frames.items()) if missing or number <= last]
     return LogContents([frame.entry for frame in counted], generation, last, synced, missing)

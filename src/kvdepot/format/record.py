@@ -33,7 +33,7 @@ import numpy.typing as npt
 from kvdepot.core.block import KEY_BYTES, BlockKey
 from kvdepot.core.clock import STAMP_MAX
 from kvdepot.errors import ConfigError
-from kvdepot.native import checksum
+from kvdepot.native import COPY, TRANSFER_DTYPE, address_of, checksum, transfer
 from kvdepot.native.memory import view_at
 
 PAGE: Final = 4096
@@ -43,7 +43,7 @@ VERSION: Final = 2
 TABLE_OFFSET: Final = 192
 CHUNKS_MAX: Final = (HEAD_BYTES - TABLE_OFFSET) // 8
 SIZE_MAX: Final = 1 << 40
-"""Of a payload and of its chunks, in bytes: more is damage, and would not fit where sizes go."""
+"""The greatest size of a payload and of its chunks, in bytes. A larger number is damage."""
 IDENTITY: Final = slice(8, 56)
 """The part of a head that a reader knows beforehand: magic, version, kind, key, segment id."""
 IDENTITY_DTYPE: Final = np.dtype(
@@ -55,7 +55,7 @@ IDENTITY_DTYPE: Final = np.dtype(
         ("segment", "<u8"),
     ]
 )
-"""What `head[IDENTITY]` of many records must be."""
+"""`head[IDENTITY]` as fields."""
 
 TOKEN_BYTES: Final = 4
 
@@ -63,7 +63,7 @@ _HEAD: Final = struct.Struct("<QIHH32sQQIHHQQQIIQ")
 _U64: Final = struct.Struct("<Q")
 _KEY_AT: Final = 16
 KEY_WORD: Final = _KEY_AT // 8
-"""Where the key stands in a record, in words of 8 bytes."""
+"""The offset of the key in a record, in words of 8 bytes."""
 _TOKENS: Final = struct.Struct("<IQ")
 _SEGMENT_AT: Final = 48
 _STAMP_AT: Final = 56
@@ -73,13 +73,13 @@ _ZEROS: Final = bytes(HEAD_BYTES)
 
 
 class Kind(IntEnum):
-    """What a record holds."""
+    """The kind of a record."""
 
     BLOCK = 1
 
 
 class Codec(IntEnum):
-    """How a record's payload is encoded."""
+    """The encoding of a record's payload."""
 
     RAW = 0
 
@@ -114,7 +114,7 @@ def record_sizes(payload_bytes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:
-    """How many checksums a payload has. Raises ConfigError where a head cannot hold them."""
+    """The number of checksums of a payload. Raises ConfigError if a head cannot hold them."""
     count = -(-payload_bytes // chunk_bytes)
     if not 0 < count <= CHUNKS_MAX:
         raise ConfigError(
@@ -128,7 +128,7 @@ def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:
 
 
 def tokens_max(payload_bytes: int, chunk_bytes: int) -> int:
-    """How many token ids a record's head has room for."""
+    """The number of token ids that fit into a record's head."""
     used = TABLE_OFFSET + 8 * -(-payload_bytes // chunk_bytes)
     return max(0, (HEAD_BYTES - used) // TOKEN_BYTES)
 
@@ -145,7 +145,7 @@ def write_head(
     """Write the head of a record whose checksum table is already in place, unplaced.
 
     `tokens` are little-endian u32. What does not fit is left out as a whole. The rest of the page
-    becomes zeros: what lay there before may be another tenant's.
+    becomes zeros: its old content may be another tenant's.
     """
     count = -(-payload_bytes // chunk_bytes)
     used = TABLE_OFFSET + 8 * count
@@ -169,7 +169,7 @@ def write_head(
 def fill_tokens(
     image: memoryview, payload_bytes: int, chunk_bytes: int, tokens: bytes | memoryview
 ) -> None:
-    """Lay token ids where `write_head` keeps them, for another process that writes the head."""
+    """Put token ids at their place in a head that another process will write."""
     if len(tokens) > TOKEN_BYTES * tokens_max(payload_bytes, chunk_bytes):
         tokens = tokens[:0]
     used = TABLE_OFFSET + 8 * -(-payload_bytes // chunk_bytes)
@@ -178,7 +178,7 @@ def fill_tokens(
 
 
 def filled_tokens(image: memoryview, payload_bytes: int, chunk_bytes: int) -> bytes:
-    """What `fill_tokens` has left; none where it makes no sense."""
+    """The token ids from `fill_tokens`; empty if their number is invalid."""
     count, _ = _TOKENS.unpack_from(image, _TOKENS_AT)
     if count > tokens_max(payload_bytes, chunk_bytes):
         return b""
@@ -187,17 +187,17 @@ def filled_tokens(image: memoryview, payload_bytes: int, chunk_bytes: int) -> by
 
 
 def fill_producer(image: memoryview, producer: int) -> None:
-    """Lay a producer where `write_head` keeps it, for another process that writes the head."""
+    """Put a producer at its place in a head that another process will write."""
     _U64.pack_into(image, _PRODUCER_AT, producer)
 
 
 def filled_producer(image: memoryview) -> int:
-    """What `fill_producer` has left."""
+    """The producer from `fill_producer`."""
     return int(_U64.unpack_from(image, _PRODUCER_AT)[0])
 
 
 def producer_of(image: memoryview, key: BlockKey) -> int:
-    """The producer of a block; 0 where it is not known, or the head is not that block's."""
+    """The producer of a block; 0 if it is unknown, or the head is not that block's."""
     if len(image) < HEAD_BYTES:
         return 0
     fields = _HEAD.unpack_from(image, 0)
@@ -206,8 +206,8 @@ def producer_of(image: memoryview, key: BlockKey) -> int:
 
 
 def token_ids(image: memoryview, key: BlockKey) -> bytes:
-    """The token ids of a block, little-endian u32; empty where the head is not that block's, has
-    none, or they do not match their checksum.
+    """The token ids of a block, little-endian u32; empty if the head is not that block's, has none,
+    or they do not match their checksum.
     """
     if len(image) < HEAD_BYTES:
         return b""
@@ -223,12 +223,12 @@ def token_ids(image: memoryview, key: BlockKey) -> bytes:
 
 
 def set_stamp(image: memoryview, stamp: int) -> None:
-    """Give a record in memory its stamp, before it is placed."""
+    """Write the stamp of a record that is not placed yet."""
     _U64.pack_into(image, _STAMP_AT, stamp)
 
 
 def place(image: memoryview, segment_id: int) -> None:
-    """Say which segment this record goes to, and close its head with a checksum."""
+    """Write the segment id of a record, and the checksum of its head."""
     _U64.pack_into(image, _SEGMENT_AT, segment_id)
     (used,) = struct.unpack_from("<I", image, 64)
     _U64.pack_into(image, 0, checksum(image[8:used]))
@@ -273,8 +273,18 @@ def stamp_of(image: memoryview) -> int:
 
 
 def holds_key(memory: memoryview, at: int, key: BlockKey) -> bool:
-    """Whether the record at `at` names this key. Whether it is intact is another question."""
+    """True if the record at `at` names this key. Does not verify the record."""
     return bytes(memory[at + _KEY_AT : at + _KEY_AT + KEY_BYTES]) == key
+
+
+def keys_at(records: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """The keys in the heads of records at these addresses."""
+    keys = np.empty((len(records), KEY_BYTES // 8), np.uint64)
+    ops = np.zeros(len(records), TRANSFER_DTYPE)
+    ops["source"], ops["nbytes"], ops["mode"] = records + _KEY_AT, KEY_BYTES, COPY
+    ops["target"] = address_of(keys, True)[0] + KEY_BYTES * np.arange(len(records))
+    transfer(ops)
+    return keys
 
 
 def own_chunk_bytes(image: memoryview, key: BlockKey, payload_bytes: int) -> int:
@@ -288,7 +298,7 @@ def own_chunk_bytes(image: memoryview, key: BlockKey, payload_bytes: int) -> int
 
 
 def payload_intact(image: memoryview, head: Head) -> bool:
-    """Whether the payload in `image` matches the checksums in its head. Reads every byte."""
+    """True if the payload in `image` matches the checksums in its head. Reads every byte."""
     if len(image) < record_bytes(head.payload_bytes):
         return False
     table = image[TABLE_OFFSET : TABLE_OFFSET + 8 * head.chunk_count].cast("Q")
@@ -301,7 +311,7 @@ def payload_intact(image: memoryview, head: Head) -> bool:
 
 
 def identities(keys: npt.NDArray[np.uint64], segments: npt.NDArray[Any]) -> npt.NDArray[np.void]:
-    """What `head[IDENTITY]` of blocks with these keys must be in segments with these ids."""
+    """The expected `head[IDENTITY]` of blocks with these keys in segments with these ids."""
     expected = np.zeros(len(keys), IDENTITY_DTYPE)
     expected["magic"], expected["version"], expected["kind"] = MAGIC, VERSION, Kind.BLOCK
     expected["key"], expected["segment"] = keys, segments

@@ -1,36 +1,33 @@
-"""The pages of a segment that are not records, and a drive's superblock.
+"""The pages of a segment that are not records.
 
 A segment is a fixed-size extent: one header page, records one after another, and at its end an
 index footer and a trailer page:
 
     | header | record | record | … | free | footer entries | trailer |
 
-The header names the segment; each record repeats that name, so that bytes left over from an
+The header names the segment. Each record repeats that name, so that bytes left over from an
 earlier use of the extent never count. The footer is written when the segment is full (sealed) or
 when the store closes (open: more records may follow behind `tail`). A segment without a valid
 trailer is scanned record by record.
 """
 
-import json
+import re
 import struct
-import uuid
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Final
+from dataclasses import astuple, dataclass
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.core.clock import STAMP_MAX
-from kvdepot.core.json_object import parse_object
 from kvdepot.core.volume import SEGMENTS_MAX
-from kvdepot.format.record import PAGE, round_up
+from kvdepot.format.record import PAGE
 from kvdepot.native import checksum
 
 FORMAT: Final = 2
+"""The format of everything that a volume keeps. A store of another format is refused."""
 HEADER_MAGIC: Final = 0x3153564B  # "KVS1"
 TRAILER_MAGIC: Final = 0x3154564B  # "KVT1"
-SUPERBLOCK_MAGIC: Final = b"KVDEPOT\x00"
 
 ENTRY: Final = np.dtype(
     [
@@ -47,11 +44,10 @@ ENTRY: Final = np.dtype(
 Entries = npt.NDArray[np.void]
 """An array of ENTRY."""
 
-_SLOTS_CHARS_MAX: Final = 5 << 9
-_SEGMENT_BYTES_MAX: Final = 1 << 36
-"""Pages of a segment are counted in 24 bits."""
 _HEADER: Final = struct.Struct("<QIIQQQ16s")
 _TRAILER: Final = struct.Struct("<QIIQQQQQQQQ16s")
+_SLOTS: Final = re.compile(rb"\d{1,9}-\d{1,9}(,\d{1,9}-\d{1,9})*")
+Count = TypeVar("Count", int, npt.NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +60,17 @@ class SegmentHeader:
     store: bytes
 
     def pack(self) -> bytes:
-        page = bytearray(PAGE)
-        names = (self.segment_id, self.slot, self.segment_bytes, self.store)
-        _HEADER.pack_into(page, 0, 0, HEADER_MAGIC, FORMAT, *names)
-        return _closed(page, _HEADER.size)
+        return _pack(_HEADER, HEADER_MAGIC, astuple(self))
 
     @classmethod
     def parse(cls, page: memoryview | bytes) -> "SegmentHeader | None":
-        if len(page) < PAGE:
-            return None
-        digest, magic, version, segment_id, slot, segment_bytes, store = _HEADER.unpack_from(page)
-        if magic != HEADER_MAGIC or version != FORMAT or digest != checksum(page[8 : _HEADER.size]):
-            return None
-        return cls(segment_id, slot, segment_bytes, store)
+        fields = _parse(_HEADER, HEADER_MAGIC, page)
+        return cls(*fields) if fields else None
 
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """Last page of a segment: where its footer is, and how far records reach."""
+    """Last page of a segment: the place of its footer, and the end of its records."""
 
     segment_id: int
     slot: int
@@ -94,128 +83,65 @@ class Trailer:
     store: bytes
 
     def pack(self) -> bytes:
-        page = bytearray(PAGE)
-        _TRAILER.pack_into(
-            page, 0, 0, TRAILER_MAGIC, FORMAT, self.segment_id, self.slot, self.segment_bytes,
-            self.footer_offset, self.tail, self.count, int(self.sealed), self.footer_checksum,
-            self.store,
-        )  # fmt: skip
-        return _closed(page, _TRAILER.size)
+        return _pack(_TRAILER, TRAILER_MAGIC, astuple(self))
 
     @classmethod
     def parse(cls, page: memoryview | bytes) -> "Trailer | None":
-        if len(page) < PAGE:
-            return None
-        digest, magic, version, *fields = _TRAILER.unpack_from(page)
-        intact = digest == checksum(page[8 : _TRAILER.size])
-        if magic != TRAILER_MAGIC or version != FORMAT or not intact:
-            return None
-        trailer = cls(*fields)
-        return replace(trailer, sealed=bool(trailer.sealed))
+        fields = _parse(_TRAILER, TRAILER_MAGIC, page)
+        return cls(*fields) if fields else None
 
 
-@dataclass(frozen=True, slots=True)
-class Superblock:
-    """What a drive says about itself."""
-
-    store: str
-    segment_bytes: int
-    format: int = FORMAT
-    made_by: str = ""
-    slots: str = ""
-    """Slots that have a file, as `0-5,7`: a file of these that is not there was taken away."""
-    budget_bytes: float = 0.0
-    """What may be written, where there is a limit, at `budget_at_s`."""
-    budget_at_s: float = 0.0
-    """Seconds since 1970; 0: nothing was kept yet."""
-    opened: int = 0
-    """The stamp with which the volume was last opened for writing: stamps that a power cut has
-    taken with it are not given out again."""
-
-    def pack(self) -> bytes:
-        page = bytearray(PAGE)
-        text = json.dumps(asdict(self), sort_keys=True).encode()
-        struct.pack_into("<Q8sII", page, 0, 0, SUPERBLOCK_MAGIC, self.format, len(text))
-        page[24 : 24 + len(text)] = text
-        return _closed(page, 24 + len(text))
-
-    @classmethod
-    def parse(cls, page: memoryview | bytes) -> "Superblock | int | None":
-        """The superblock; the format's number where it is not ours; None if the page is damaged."""
-        if len(page) < PAGE:
-            return None
-        digest, magic, version, length = struct.unpack_from("<Q8sII", page)
-        if magic != SUPERBLOCK_MAGIC or not 0 < length <= PAGE - 24:
-            return None
-        if digest != checksum(page[8 : 24 + length]):
-            return None
-        if version != FORMAT:
-            return int(version)
-        try:
-            fields = parse_object(bytes(page[24 : 24 + length]))
-            known = cls.__dataclass_fields__
-            found = cls(**{name: value for name, value in fields.items() if name in known})
-        except (TypeError, ValueError):
-            return None
-        return found if found._makes_sense() else None
-
-    def _makes_sense(self) -> bool:
-        """Whether the fields are what they are said to be: a checksum tells of bytes only."""
-        budget = (self.budget_bytes, self.budget_at_s)
-        if not all(isinstance(text, str) for text in (self.store, self.made_by, self.slots)):
-            return False
-        if type(self.segment_bytes) is not int or not _is_segment_size(self.segment_bytes):
-            return False
-        if any(type(number) not in (int, float) or abs(number) > 1e18 for number in budget):
-            return False
-        if type(self.opened) is not int or not 0 <= self.opened <= STAMP_MAX:
-            return False
-        try:
-            uuid.UUID(self.store)
-            parse_slots(self.slots)
-        except ValueError:
-            return False
-        return True
+def _pack(layout: struct.Struct, magic: int, fields: tuple[Any, ...]) -> bytes:
+    page = bytearray(PAGE)
+    layout.pack_into(page, 0, 0, magic, FORMAT, *fields)
+    struct.pack_into("<Q", page, 0, checksum(memoryview(page)[8 : layout.size]))
+    return bytes(page)
 
 
-def pack_slots(slots: Iterable[int]) -> str:
-    """`0-5,7` for 0, 1, 2, 3, 4, 5, 7; empty where that would not fit into a superblock."""
+def _parse(layout: struct.Struct, magic: int, page: memoryview | bytes) -> tuple[Any, ...]:
+    """The fields behind checksum, magic and format; none if the page is not such a page."""
+    if len(page) < PAGE:
+        return ()
+    digest, its_magic, number, *fields = layout.unpack_from(page)
+    is_right = (its_magic, number) == (magic, FORMAT) and digest == checksum(page[8 : layout.size])
+    return tuple(fields) if is_right else ()
+
+
+def pack_slots(slots: Iterable[int]) -> bytes:
+    """`0-5,7-7` for 0, 1, 2, 3, 4, 5, 7."""
     runs: list[list[int]] = []
     for slot in sorted(slots):
         if runs and slot == runs[-1][1] + 1:
             runs[-1][1] = slot
         else:
             runs.append([slot, slot])
-    text = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
-    return text if len(text) <= _SLOTS_CHARS_MAX else ""
+    return ",".join(f"{first}-{last}" for first, last in runs).encode()
 
 
-def parse_slots(text: str) -> set[int]:
-    """The slots that `pack_slots` has written; ValueError where it was something else."""
-    found: set[int] = set()
-    for run in text.split(",") if text else []:
-        first, _, last = run.partition("-")
-        if int(last or first) >= SEGMENTS_MAX:
-            raise ValueError(f"{run} is no slot")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+def parse_slots(text: bytes) -> set[int]:
+    """The slots that `pack_slots` was given; none if the text is something else."""
+    slots: set[int] = set()
+    for run in text.split(b",") if _SLOTS.fullmatch(text) else ():
+        first, last = map(int, run.split(b"-"))
+        slots.update(range(first, min(last + 1, SEGMENTS_MAX)))
+    return slots
 
 
-def _is_segment_size(nbytes: int) -> bool:
-    return 2 * PAGE < nbytes <= _SEGMENT_BYTES_MAX and nbytes % PAGE == 0
-
-
-def footer_bytes(count: int) -> int:
+def footer_bytes(count: Count) -> Count:
     """Room that a footer of `count` entries and the trailer need at a segment's end."""
-    return round_up(count * ENTRY.itemsize) + PAGE
+    return -(-count * ENTRY.itemsize // PAGE) * PAGE + PAGE
 
 
-def footer_sizes(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`footer_bytes` for many."""
-    sizes: npt.NDArray[np.int64] = -(-counts * ENTRY.itemsize // PAGE) * PAGE + PAGE
-    return sizes
-
-
-def _closed(page: bytearray, used: int) -> bytes:
-    struct.pack_into("<Q", page, 0, checksum(memoryview(page)[8:used]))
-    return bytes(page)
+def close_segment(
+    header: SegmentHeader, tail: int, entries: bytes, *, sealed: bool
+) -> tuple[int, bytes, bytes]:
+    """The offset of the footer, the footer, and the trailer, which is the last page. `entries` are
+    ENTRY rows; records end at `tail`.
+    """
+    nbytes, count = header.segment_bytes, len(entries) // ENTRY.itemsize
+    offset = nbytes - footer_bytes(count)
+    trailer = Trailer(
+        header.segment_id, header.slot, nbytes, offset,
+        tail, count, sealed, checksum(entries), header.store,
+    )  # fmt: skip
+    return offset, entries.ljust(nbytes - PAGE - offset, b"\0"), trailer.pack()

@@ -1,7 +1,7 @@
 """Every known block: the tiers that hold it, its state in each, and its leases.
 
-The one place where a block's state changes, through the named transitions of core.block. No I/O, no
-bytes, no lock of its own: the store calls it under its lock.
+All changes of a block's state are made here, through the transitions of core.block. No I/O. Not
+thread-safe; the store's lock guards it.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from kvdepot.index.tree import FEW, PrefixTree
 
 _ABSENT, _FILLING, _READY = map(int, (CopyState.ABSENT, CopyState.FILLING, CopyState.READY))
 _ONE: Final = np.int32(1)
-"""Of a column's own type: with a plain 1 `ufunc.at` takes thirty times as long."""
+"""Has the type of the column: with a plain 1 `ufunc.at` takes thirty times as long."""
 
 
 class Copies:
@@ -34,7 +34,7 @@ class Copies:
         self.location = table.column(np.int64, NONE)
         self.count = 0
         self.bit = bit
-        """What this tier adds to a row's residency when its copy is ready."""
+        """The bit of this tier in a row's residency, set while the copy is ready."""
         self.residency = residency
 
     def ready(self, row: int) -> bool:
@@ -44,12 +44,12 @@ class Copies:
         return bool(self.state.view[row] == _ABSENT)
 
     def reserve(self, row: int, location: int) -> None:
-        """ABSENT to FILLING: bytes are on their way to `location`."""
+        """ABSENT to FILLING: the bytes are being written to `location`."""
         self._go(row, CopyState.FILLING)
         self.location.view[row] = location
 
     def seal(self, row: int) -> None:
-        """FILLING to READY: the bytes are there, lookups may see them."""
+        """FILLING to READY: the bytes are complete and lookups find the block."""
         self._go(row, CopyState.READY)
         self.residency.view[row] |= self.bit
         self.count += 1
@@ -82,7 +82,7 @@ class Copies:
         self.count += len(rows)
 
     def drop(self, row: int) -> int:
-        """READY or FILLING to ABSENT. Returns the location that is free now."""
+        """READY or FILLING to ABSENT. Returns the freed location."""
         if self.state.view[row] == _READY:
             self.count -= 1
             self.residency.view[row] &= ~self.bit
@@ -133,10 +133,10 @@ class Catalog:
         self.residency = self.table.column(np.uint8, 0)
         """The tiers where a block is ready, a bit each: the lowest is the fastest."""
         self.unwritten = self.table.column(np.uint8, 0)
-        """Of blocks that are on no drive and should be, or never were, why: a place in
-        core.depot.DURABILITY; else 0."""
+        """Why a block is not on a drive, as an index into core.depot.DURABILITY; 0 if it was
+        written."""
         self.left_unwritten: Counter[int] = Counter()
-        """How many of them have made room, by the reason."""
+        """Number of evicted blocks that were on no drive, by that reason."""
         self.tiers = tuple(
             Copies(self.table, name, self.residency, 1 << number)
             for number, name in enumerate((*memories, *files))
@@ -150,7 +150,7 @@ class Catalog:
         self._by_bits = ["", *(names[number] for number in fastest)]
         orders = [order, below][: len(memories)]
         self.orders = tuple(LeafOrder(self.table, self.tree, one) for one in orders)
-        """Of each memory."""
+        """The eviction order of each memory tier."""
         self.leaves = self.orders[0]
         self.closed = Closed(self.tree)
         self.leased = 0
@@ -160,18 +160,18 @@ class Catalog:
         return self.files[0]
 
     def row(self, key: BlockKey) -> int:
-        """The key's row or NONE."""
+        """The key's row, or NONE."""
         return self.table.find(key)
 
     def rows(self, keys: Sequence[BlockKey]) -> list[int]:
-        """The keys' rows, NONE where there is none."""
+        """The keys' rows, NONE for unknown keys."""
         if len(keys) < FEW:
             return [self.table.find(key) for key in keys]
         found: list[int] = self.table.find_many(as_words(keys)).tolist()
         return found
 
     def is_absent(self, row: int) -> bool:
-        """Whether no tier has or awaits a copy."""
+        """True if no tier has a copy or is being filled with one."""
         return not self.residency.view[row] and all(copies.absent(row) for copies in self.tiers)
 
     def row_before(self, key: BlockKey) -> int:
@@ -179,12 +179,12 @@ class Catalog:
         return self.table.find_before(key)
 
     def ensure(self, key: BlockKey, nbytes: int) -> int:
-        """The key's row, made if there is none."""
+        """The key's row; adds one if there is none."""
         row = self.table.find(key)
         return self.add(key, nbytes) if row == NONE else row
 
     def add(self, key: BlockKey, nbytes: int) -> int:
-        """A row for a key that has none."""
+        """Add a row for an unknown key."""
         row = self.table.add(key)
         self.nbytes.view[row] = nbytes
         self._link(row)
@@ -193,7 +193,7 @@ class Catalog:
     def recover(
         self, words: Keys, nbytes: Rows, locations: Rows, copies: Copies | None = None
     ) -> Rows:
-        """Take in distinct unknown blocks found in a file tier (the fastest), oldest first."""
+        """Add distinct unknown blocks found in a file tier (default: the fastest), oldest first."""
         alone = not self.table.live
         rows = self.table.add_many(words)
         self.nbytes.array[rows] = nbytes
@@ -218,7 +218,7 @@ class Catalog:
         return rows
 
     def in_memory(self, row: int) -> bool:
-        """Whether the block can be read where it is."""
+        """True if a memory tier has the block."""
         return bool(self.residency.view[row] & self._memory_bits)
 
     def fastest(self, rows: Sequence[int]) -> list[str]:
@@ -227,7 +227,7 @@ class Catalog:
         return [self._by_bits[residency[row]] for row in rows]
 
     def use(self, rows: Sequence[int], *, hit: bool = True) -> None:
-        """Blocks of one prompt were used, head first. `hit`: they were asked for, not just made."""
+        """Record the use of blocks of one prompt, head first. `hit`: a lookup, not a put."""
         self.tree.use(rows, hit=hit)
         for leaves in self.orders:
             leaves.used(rows, hit=hit)
@@ -244,7 +244,7 @@ class Catalog:
         self.leased += len(rows)
 
     def unlease(self, rows: Sequence[int]) -> list[int]:
-        """Undo one `lease`. Returns the rows without leases that lookups do not find."""
+        """Undo one `lease`. Returns the deleted rows that have no lease any more."""
         if len(rows) < FEW:
             for row in rows:
                 self._leases.view[row] -= 1
@@ -268,14 +268,16 @@ class Catalog:
         return self._leases[row]
 
     def mark_deleted(self, row: int) -> bool:
-        """Make a block unfindable for good. True: it has no lease, its copies can go now."""
+        """Hide a block from lookups. Returns True if it is not leased: its
+        copies can be dropped.
+        """
         if not self._doomed[row]:
             self._doomed[row] = 1
             self._unlink(row)
         return not self._leases[row]
 
     def is_live(self, row: int) -> bool:
-        """Whether lookups can find the row."""
+        """True if lookups find the row."""
         return bool(self.nbytes[row]) and not self._doomed[row]
 
     def live_rows(self) -> Rows:
@@ -292,7 +294,7 @@ class Catalog:
         return bool(self._doomed[row])
 
     def forget_if_gone(self, row: int) -> None:
-        """Give the row back when no tier has or awaits a copy and nothing holds it."""
+        """Free the row if no tier has or awaits a copy and it is not leased."""
         if self.residency.view[row] or self._leases.view[row] or self.leaves.held(row):
             return
         if self.is_absent(row):

@@ -1,7 +1,7 @@
-"""Blocks of closed sessions: the first that may leave, until they are used again.
+"""Blocks of closed sessions, which are evicted first until they are used again.
 
-A row and the moment of its closing. A use after that, or another block in the same row, has a newer
-stamp and voids the entry, so neither has to be reported here.
+An entry is a row and the time of its closing. A later use, or another block in the same row, has a
+newer stamp and makes the entry invalid, so neither has to be reported here.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -13,21 +13,21 @@ from kvdepot.index.table import Bools, Rows
 from kvdepot.index.tree import PrefixTree
 
 ROWS_MAX: Final = 1 << 20
-"""Beyond these the ones closed first are forgotten."""
+"""Most entries; beyond it those closed first are dropped."""
 
 
 class Closed:
-    """Which rows of a catalog are closed."""
+    """The closed rows of a catalog."""
 
     def __init__(self, tree: PrefixTree, rows_max: int = ROWS_MAX) -> None:
         self._tree = tree
         self._rows_max = rows_max
         self._moments: dict[int, int] = {}
         self._sorted: tuple[Rows, Rows] | None = None
-        """Rows and their moments, for `mask`; None: to be made anew."""
+        """Sorted rows and their times, for `mask`; None if they changed since."""
 
     def __contains__(self, row: int) -> bool:
-        """Whether a row in use is closed."""
+        """True if a row in use is closed."""
         moment = self._moments.get(row)
         return moment is not None and 0 < self._tree.stamp.view[row] <= moment
 
@@ -41,7 +41,7 @@ class Closed:
         return found
 
     def add(self, rows: Iterable[int]) -> None:
-        """The session of these rows is closed."""
+        """Add the rows of a closed session."""
         for row in rows:
             self._moments.pop(row, None)
             self._moments[row] = self._tree.now
@@ -51,7 +51,7 @@ class Closed:
             self._moments = {row: self._moments[row] for row in left}
 
     def discard(self, rows: Iterable[int]) -> None:
-        """The session of these rows may come back after all."""
+        """Remove rows: their session may come back."""
         for row in rows:
             self._moments.pop(row, None)
         self._sorted = None
@@ -71,10 +71,10 @@ class Closed:
         return self._sorted
 
     def unshared(self, rows: Sequence[int], ends: Collection[int]) -> list[int]:
-        """Of the rows of one prompt, head first, the last ones that no other session shares.
+        """The last rows of a prompt, given head first, that no other session shares.
 
         A block is shared if a block that is not closed continues it, or if it is among the `ends`
-        of other prompts; and so are all blocks above a shared one.
+        of other prompts; so are all blocks before a shared one.
         """
         own: set[int] = set()
         for row in reversed(rows):

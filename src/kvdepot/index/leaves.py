@@ -1,11 +1,11 @@
-"""Which blocks may leave a tier: tails before heads, and none that is in use.
+"""The evictable blocks of a tier: tails before heads, and none that is in use.
 
-Only leaves are in a queue: blocks with no child in the same tier, not leased, not waiting to be
-written down. A parent enters when its last child left, at the place of its stamp. So a
-victim is always at an end of a queue, and finding it costs the same for ten blocks or ten million.
+Only leaves are in a queue: blocks without a child in the same tier that are neither leased nor
+waiting to be written. A parent is queued when its last child has left, at the position of its
+stamp. So the victim is at an end of a queue, and is found in constant time.
 
-Which of them leaves first is up to an `Order` (core/order.py, policy/eviction). Blocks stand in
-queues of their own per size class, because a slot can only be reused by its own class.
+An `Order` (core/order.py, policy/eviction) chooses the leaf that is evicted first. Each size class
+has queues of its own, because a slot can only be reused for a block of the same class.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from kvdepot.index.tree import FEW, PrefixTree
 
 _OUT: Final = -1
 _ONE: Final = np.int32(1)
-"""Of a column's own type: with a plain 1 `ufunc.at` takes thirty times as long."""
+"""Has the type of the column: with a plain 1 `ufunc.at` takes thirty times as long."""
 
 
 class LeafOrder:
@@ -44,7 +44,7 @@ class LeafOrder:
         self._kids.view[row] = kids
 
     def enter(self, row: int, group: int) -> None:
-        """The block is in the tier now, in size class `group`."""
+        """Add a block that is in the tier now, in size class `group`."""
         self._group.view[row] = group
         parent = self._tree.parent.view[row]
         if parent != NONE:
@@ -56,7 +56,7 @@ class LeafOrder:
             self._queues.append(row, group, self._order.queue(row))
 
     def leave(self, row: int) -> None:
-        """The block is no longer in the tier."""
+        """Remove a block that is no longer in the tier."""
         if self._queue.view[row] != _OUT:
             self._queues.remove(row)
         if self._group.view[row] != _OUT:
@@ -71,7 +71,7 @@ class LeafOrder:
             self._settle(parent)
 
     def leave_chain(self, rows: Sequence[int]) -> None:
-        """`leave` for rows as `chain` gives them: each only waits for the one before it."""
+        """`leave` for the rows that `chain` returned, tail first."""
         groups, kids, stamps = self._group.view, self._kids.view, self._tree.stamp.view
         left, stamp = self._order.left, 0
         self._queues.remove(rows[0])
@@ -90,7 +90,7 @@ class LeafOrder:
             self._settle(parent)
 
     def detach(self, row: int) -> None:
-        """The row is about to lose its place in the tree."""
+        """Call before a row is unlinked from the tree."""
         parent = self._tree.parent.view[row]
         if parent != NONE and self._group.view[row] != _OUT:
             self._kids.view[parent] -= 1
@@ -109,8 +109,11 @@ class LeafOrder:
 
     def hold_all(self, rows: Sequence[int]) -> None:
         if len(rows) < FEW:
+            holds, queue = self._holds.view, self._queue.view
             for row in rows:
-                self.hold(row)
+                holds[row] += 1
+                if queue[row] != _OUT:
+                    self._queues.remove(row)
             return
         at = np.array(rows)
         np.add.at(self._holds.array, at, _ONE)
@@ -121,7 +124,8 @@ class LeafOrder:
     def release_all(self, rows: Sequence[int]) -> None:
         if len(rows) < FEW:
             for row in rows:
-                self.release(row)
+                self._holds.view[row] -= 1
+                self._settle(row)
             return
         at = np.array(rows)
         np.subtract.at(self._holds.array, at, _ONE)
@@ -140,9 +144,9 @@ class LeafOrder:
         return here
 
     def used(self, rows: Sequence[int], *, hit: bool = True) -> None:
-        """Rows were stamped, head first: those in a queue go to the warm end, if use counts.
+        """Record the use of stamped rows, head first. `hit`: a lookup, not a put.
 
-        `hit`: they were asked for, not just made.
+        Queued rows move to the warm end if the order moves used blocks.
         """
         self._order.used(rows, hit=hit)
         if not self._order.moves_on_use:
@@ -158,13 +162,15 @@ class LeafOrder:
             self._settle(row)
 
     def coldest(self, group: int) -> int:
-        """The row that should leave first from a size class, or NONE."""
+        """The row of a size class to evict first, or NONE."""
         return self._order.victim(group)
 
     def chain(self, row: int, count: int) -> list[int]:
-        """A queued row and, up to `count` in all, those above it that only wait for it to leave.
+        """A queued row and the rows above it that become leaves in turn, at most `count`, tail
+        first.
 
-        Tail first; as far as they were used together, and the order has them leave together.
+        Ends at a row that was not used together with them. Only the row itself if the order does
+        not evict chains.
         """
         rows = [row]
         stamps, parents, groups = self._tree.stamp.view, self._tree.parent.view, self._group.view
@@ -188,7 +194,7 @@ class LeafOrder:
         return rows
 
     def may_leave(self, row: int) -> bool:
-        """Whether at most a single hold keeps the block from leaving."""
+        """True if the block is a leaf with at most one hold."""
         return not self._kids.view[row] and self._holds.view[row] <= 1
 
     def _standing(self, rows: Sequence[int]) -> Sequence[int]:
@@ -200,7 +206,7 @@ class LeafOrder:
         return standing
 
     def _settle(self, row: int) -> None:
-        """Put a row in a queue if nothing keeps it out any more."""
+        """Queue a row if it is evictable now."""
         group = self._group.view[row]
         if (
             group == _OUT

@@ -1,4 +1,4 @@
-"""Rows in the order of prompts: every block right behind the one it continues."""
+"""Sorts rows by prompt: every block directly after the one that it continues."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from kvdepot.index.tree import PrefixTree
 
 
 def path_order(tree: PrefixTree, rows: Iterable[int]) -> list[int]:
-    """`rows`, one path after the other, heads first; paths in the order their first row has."""
+    """Sort rows path by path, heads first. Paths have the order of their first rows."""
     chosen = dict.fromkeys(rows)
     below: dict[int, list[int]] = {}
     heads = []
@@ -22,6 +22,6 @@ def path_order(tree: PrefixTree, rows: Iterable[int]) -> list[int]:
         row = waiting.pop()
         ordered.append(row)
         waiting.extend(reversed(below.get(row, ())))
-    # Only made-up keys go in circles, without a head; they come last.
+    # Only forged keys form cycles, which have no head: they come last.
     left = chosen.keys() - set(ordered) if len(ordered) < len(chosen) else ()
     return ordered + [row for row in chosen if row in left]

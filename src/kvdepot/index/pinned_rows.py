@@ -1,7 +1,4 @@
-"""Which blocks are under a contract of retention.
-
-A column beside the catalog's: a row that is freed is under none any more.
-"""
+"""Counts the pins of each block. A freed row has none."""
 
 from collections.abc import Callable
 from typing import Final
@@ -14,29 +11,29 @@ _COUNT_MAX: Final = 65_535
 
 
 class PinnedRows:
-    """Of the rows of one table. The store's lock guards it."""
+    """The pin counts of the rows of one table. Guarded by the store's lock."""
 
     def __init__(self, table: KeyTable) -> None:
-        self.contracts = table.column(np.uint16, 0)
-        """How many contracts of retention each block is under."""
+        self.pins = table.column(np.uint16, 0)
+        """Number of pins of each block."""
         self.total = 0
-        """Blocks under contract, each counted as often as it is."""
+        """The sum of these numbers."""
         self.renew: Callable[[], None] = lambda: None
-        """Blocks have come back with rows of their own: count anew."""
+        """Called when a volume returned with blocks, so that pins are counted again."""
 
     def add(self, rows: Rows) -> None:
-        """Distinct rows are under one more contract."""
-        counts = self.contracts.array
+        """Count one more pin for each of these distinct rows."""
+        counts = self.pins.array
         counts[rows] = np.minimum(counts[rows], _COUNT_MAX - 1) + 1
         self.total += len(rows)
 
     def clear(self) -> None:
-        """No row is under any."""
-        self.contracts.array[:] = 0
+        """Set all counts to 0."""
+        self.pins.array[:] = 0
         self.total = 0
 
     def take_off(self, rows: Rows) -> None:
-        """Undo one `add`. A row that was another block's then has none to lose."""
-        counts = self.contracts.array
+        """Undo one `add`. The count of a row that was given to another block since stays 0."""
+        counts = self.pins.array
         counts[rows] = np.maximum(counts[rows], 1) - 1
         self.total -= len(rows)

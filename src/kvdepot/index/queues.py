@@ -9,7 +9,7 @@ from kvdepot.core.order import ColumnView
 from kvdepot.index.table import NONE, KeyTable
 
 _STEPS_MAX: Final = 8
-"""How far a row is moved from an end to find its place."""
+"""Most steps from an end of a queue to the place of a row."""
 OUT: Final = -1
 
 

@@ -1,8 +1,7 @@
-"""Rows for blocks: find a row by key, and give rows to new keys.
+"""Rows for blocks: an open-addressing hash table from keys to rows, over numpy columns.
 
-An open-addressing hash table over numpy columns. A digest is already uniform, so its first eight
-bytes are the hash; children name their parent by just those bytes, so the same table answers
-`parent of this key`. About 70 bytes a block here, whatever the number of blocks.
+The hash is the first eight bytes of the digest, which are uniform. Children name their parent by
+the same bytes, so that the table also finds parents. It takes about 70 bytes for each block.
 
 Not thread-safe; the store's lock guards it.
 """
@@ -26,7 +25,7 @@ _FIRST_ROWS: Final = 1024
 
 
 class Column:
-    """One growing array with a value for each row. `view` is the fast way to single values."""
+    """A growing array with a value for each row. Use `view` for single values: it is faster."""
 
     def __init__(self, dtype: npt.DTypeLike, fill: int, rows: int) -> None:
         self.fill = fill
@@ -55,7 +54,7 @@ class KeyTable:
         self.live = 0
         self._columns: list[Column] = []
         self._fills: list[tuple[memoryview, int]] = []
-        """Of each column its view and its fill value."""
+        """View and fill value of each column."""
         self._words = np.zeros((self.rows, 4), dtype=np.uint64)
         self._flat = self._words.reshape(-1).data
         self._next_free = self.column(np.int32, NONE)
@@ -66,7 +65,7 @@ class KeyTable:
         self._rehash()
 
     def column(self, dtype: npt.DTypeLike, fill: int) -> Column:
-        """A column that grows with the table."""
+        """Add a column that grows with the table; freed rows return to `fill`."""
         column = Column(dtype, fill, self.rows)
         self._columns.append(column)
         self._fills.append((column.view, column.fill))
@@ -91,7 +90,7 @@ class KeyTable:
         return int(self._flat[4 * row + 1])
 
     def name(self, row: int) -> tuple[int, int]:
-        """What children of this row carry as (tag, link)."""
+        """The (tag, link) in the keys of this row's children."""
         return self._flat[4 * row], self._flat[4 * row + 2]
 
     def digest(self, row: int) -> int:
@@ -118,7 +117,7 @@ class KeyTable:
         return NONE
 
     def find_name(self, tag: int, link: int) -> int:
-        """The row whose children carry (tag, link), or NONE."""
+        """The row whose children have (tag, link) in their keys, or NONE."""
         slots, flat, mask = self._slots, self._flat, self._mask
         slot = link & mask
         while row := slots[slot]:
@@ -158,7 +157,7 @@ class KeyTable:
         return self._probe(links, same)
 
     def add(self, key: BlockKey) -> int:
-        """A row for a key that has none."""
+        """Add a row for an unknown key."""
         if self._free != NONE:
             row = self._free
             self._free = self._next_free.view[row]
@@ -180,7 +179,7 @@ class KeyTable:
         return row
 
     def add_many(self, words: Keys) -> Rows:
-        """Rows for many distinct keys that have none, in one go (recovery)."""
+        """Add rows for many distinct unknown keys (recovery)."""
         count = len(words)
         if self._unused + count > self.rows:
             self._grow(self._unused + count)
@@ -192,7 +191,7 @@ class KeyTable:
         return rows
 
     def hide(self, row: int) -> None:
-        """Make the key unfindable; the row stays taken."""
+        """Remove the key from the hash table; the row stays in use."""
         slots, flat, mask = self._slots, self._flat, self._mask
         slot = flat[4 * row + 2] & mask
         while slots[slot] != row + 1:
@@ -210,7 +209,7 @@ class KeyTable:
         slots[hole] = 0
 
     def free(self, row: int) -> None:
-        """Give a hidden row back; its columns return to their fill values."""
+        """Free a hidden row; its columns return to their fill values."""
         for view, fill in self._fills:
             view[row] = fill
         self._next_free.view[row] = self._free
@@ -222,9 +221,8 @@ class KeyTable:
         return columns + self._words.nbytes + self._slots.nbytes
 
     def _probe_digests(self, digests: npt.NDArray[np.uint64]) -> Rows:
-        """The first row with each first half of a digest: most likely the one that is looked for.
-
-        A third of the time that `_probe` takes.
+        """The first row with each half digest, which is most likely the wanted one. Takes a third
+        of the time of `_probe`.
         """
         table, known = np.asarray(self._slots), self._words[:, 2]
         slots = (digests & np.uint64(self._mask)).astype(np.int64)
@@ -240,7 +238,7 @@ class KeyTable:
         return result
 
     def _probe(self, hashes: npt.NDArray[np.uint64], same: Callable[[Rows, Rows], Bools]) -> Rows:
-        """Rows found by linear probing, all keys in step."""
+        """Find rows by linear probing, one step of all keys at a time."""
         table = np.asarray(self._slots)
         result = np.full(len(hashes), NONE, dtype=np.int64)
         at = np.arange(len(hashes), dtype=np.int64)
@@ -258,7 +256,9 @@ class KeyTable:
         return result
 
     def _insert_many(self, rows: Rows) -> None:
-        """Place rows in rounds: of all that want a slot the first gets it, the others move on."""
+        """Insert rows in rounds: the first of those with the same slot gets it, the others probe
+        on.
+        """
         table = np.asarray(self._slots)
         slots = (self._words[rows, 2] & np.uint64(self._mask)).astype(np.int64)
         while len(rows):

@@ -1,8 +1,8 @@
-"""The prefix tree over rows: which block continues which.
+"""The prefix tree over rows.
 
-A child names its parent in its key, so it may arrive first; it is then an orphan until the parent's
-row exists. Stamps say when a row was last used. A prefix is as recent as what continues
-it; that is not kept up to date on every use but passed up when a child leaves (LeafOrder.leave).
+A child names its parent in its key, so that it may arrive first; it is an orphan until the parent
+has a row. A stamp is the time of a row's last use. A prefix counts as used when a continuation is;
+that stamp is passed up when a child leaves (LeafOrder.leave), not on every use.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,8 +49,8 @@ class PrefixTree:
             waiting.extend(self.children(child))
 
     def depth(self, row: int) -> int:
-        """How many blocks a prompt has up to this one. Kept, so that a row is walked over once,
-        unless a block before it is not known yet.
+        """The number of blocks of the prompt up to this one, which is cached unless a block before
+        it is unknown.
         """
         depths, parents, path = self._depth.view, self.parent.view, list[int]()
         while row != NONE and not depths[row]:
@@ -65,13 +65,13 @@ class PrefixTree:
         return depth
 
     def only_children(self, rows: Rows) -> tuple[Rows, Bools]:
-        """For each row its first child, or NONE, and whether that child has siblings."""
+        """The first child of each row, or NONE, and True if that child has siblings."""
         first = self._first.array[rows].astype(np.int64)
         siblings: Bools = (first != NONE) & (self._next.array[first] != NONE)
         return first, siblings
 
     def attach(self, row: int) -> None:
-        """Link a new row to its parent and to the orphans that waited for it."""
+        """Link a new row to its parent and to the orphans that are its children."""
         if self._table.link(row):
             name = self._table.parent_name(row)
             parent = self._table.find_name(*name)
@@ -89,7 +89,7 @@ class PrefixTree:
                 self.parent.view[child] = row
 
     def _is_below(self, row: int, new: int) -> bool:
-        """Whether `row` continues `new`, not linked yet. Only made-up keys go in circles."""
+        """True if `row` continues `new`, which is not linked yet. Only forged keys form cycles."""
         if row == new:
             return True
         if self._table.name(new) not in self._orphans:

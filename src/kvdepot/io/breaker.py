@@ -1,6 +1,5 @@
-"""A breaker for a medium.
-
-Closed while it works, open after failures, tried again with growing pauses.
+"""A breaker for a medium: closed while it works, open after failures, with growing pauses between
+trials.
 """
 
 import threading
@@ -12,7 +11,7 @@ from kvdepot.core.clock import Clock
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether a medium can be used now, and why not."""
+    """The state of a medium, and the reason if it cannot be used."""
 
     ok: bool
     reason: str = ""
@@ -57,12 +56,12 @@ class Breaker:
         self._reason = ""
         self.errors = 0
         self.closed = True
-        """Whether the medium works, as far as is known."""
+        """The medium works, as far as is known."""
         self.troubled = False
-        """Whether it is open or has counted an error: `succeeded` has something to do."""
+        """It is open or has counted an error: `succeeded` must be called."""
 
     def allows(self) -> bool:
-        """Whether to try now. When open and the pause is over, True for one caller per pause."""
+        """True if the medium may be used now. While it is open, one caller per pause gets True."""
         if not self._pause_s:
             return True
         with self._lock:
@@ -74,7 +73,7 @@ class Breaker:
             return True
 
     def succeeded(self, *, by_writing: bool = False) -> None:
-        """An attempt went well. What was written does not tell how slow reads are."""
+        """An attempt succeeded. A write does not show that reads are fast again."""
         if (self._in_a_row or self._pause_s) and not (by_writing and self._is_slow):
             with self._lock:
                 was_open = self._pause_s > 0
@@ -87,8 +86,8 @@ class Breaker:
                 self._changed("")
 
     def failed(self, reason: str, *, at_once: bool = False, slow: bool = False) -> None:
-        """An attempt failed. `at_once`: do not wait for more failures before opening. `slow`: it
-        did not fail, but took too long.
+        """An attempt failed. `at_once`: open without waiting for more failures. `slow`: it did not
+        fail, but took too long.
 
         The many failures of one batch count as one: only a try after a pause makes it longer.
         """

@@ -1,8 +1,8 @@
-"""All I/O of a drive goes through here: batches by the native engine, single pages and everything
-that changes a directory by the OS.
+"""All I/O of drives: batches run in the native engine; single pages and changes of directories are
+system calls.
 
-One seam, so that tests can put faults, delays, kills and power cuts between a drive and its disk
-(kvdepot.testing.faults, kvdepot.testing.power), and so that nothing else in the tiers calls the OS.
+Tests replace `Files` to put faults, delays, kills and power cuts between a drive and its disk
+(kvdepot.testing.faults, kvdepot.testing.power). Volumes make no other system calls that write.
 """
 
 import errno
@@ -28,7 +28,7 @@ Pending = PendingOps
 EngineKind = Literal["auto", "uring", "threads", "python"]
 Ops = npt.NDArray[Any]
 LOST_AND_FOUND: Final = "lost+found"
-"""What a new ext4 filesystem has, and who looks for an empty folder does not count."""
+"""A new ext4 filesystem has this folder; apart from it, it is empty."""
 
 
 def io_ops(count: int) -> Ops:
@@ -42,18 +42,18 @@ def aligned(nbytes: int) -> memoryview:
 
 
 class Descriptors:
-    """When a descriptor may be closed: its number must not be given to another file while a read
-    or write that was planned with it may still come. Thread-safe.
+    """Closes descriptors when no planned read or write uses them any more: the number must not be
+    given to another file before. Thread-safe.
 
-    Who plans I/O says so (`use`) before it looks descriptors up. One that is given up points to
-    nothing at once, so that its disk can be unmounted, and is closed when everything that was
-    under way at that moment has ended.
+    Callers announce I/O (`use`) before they look descriptors up. A descriptor that is given up
+    points to /dev/null at once, so that its disk can be unmounted, and is closed when all I/O that
+    was under way at that moment has ended.
     """
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._users: dict[int, Pending | None] = {}
-        """What is under way, by number; with what outlives its call."""
+        """I/O under way, by number, with operations that have missed their deadline."""
         self._given_up: list[tuple[int, int]] = []
         """Descriptors, with the number of the moment they were given up."""
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class Descriptors:
         return number
 
     def end(self, number: int, pending: Pending | None = None) -> None:
-        """The use that `begin` has numbered is over, but for what is pending."""
+        """End the use that `begin` has numbered, except for pending operations."""
         if pending is not None:
             self._users[number] = pending
             self._forget_ended()
@@ -83,7 +83,7 @@ class Descriptors:
             self.end(number)
 
     def give_up(self, fd: int) -> None:
-        """Close a descriptor, as soon as it is not in use. Its file is closed now."""
+        """Close a descriptor as soon as it is not in use. Its file is closed now."""
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         os.dup2(null, fd, inheritable=False)
         os.close(null)
@@ -92,7 +92,7 @@ class Descriptors:
         self._close_unused()
 
     def close(self) -> None:
-        """Close what was given up; nothing may be under way."""
+        """Close all descriptors that were given up. No I/O may be under way."""
         with self._lock:
             left, self._given_up = self._given_up, []
         for _, fd in left:
@@ -114,7 +114,7 @@ class Descriptors:
 
 
 class SharedPending:
-    """Late I/O that several threads may ask about: those that wait, and those that look."""
+    """Late I/O on which several threads may wait."""
 
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
@@ -132,14 +132,15 @@ class SharedPending:
 
 class Files:
     """Files and directories of drives. Raises OSError; batches report errors in their `result`
-    column. What is made is for its owner alone.
+    column. New files can be used by their owner alone.
     """
 
     def __init__(self, kind: EngineKind = "auto", depth: int = 32, timeout_s: float = 10.0) -> None:
         self.engine = open_engine(kind, depth=depth)
         self._timeout_s = timeout_s
         self._adrift: list[tuple[Pending, list[tuple[int, int, int]], object]] = []
-        """I/O that missed its deadline: what it writes to (descriptor, start, stop), its memory."""
+        """I/O that missed its deadline, the ranges that it writes to (descriptor, start, stop), and
+        its memory."""
         self._adrift_lock = threading.Lock()
         self._holders = 1
         self.descriptors = Descriptors()
@@ -156,12 +157,10 @@ class Files:
         os.set_blocking(fd, True)
         return fd
 
-    def open_directory(self, path: Path, flags: int = 0) -> int:
-        """For `sync_directory`, and to tell whether it is still there."""
-        return os.open(path, flags | os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def open_directory(self, path: Path) -> int:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def open_device(self, path: Path, flags: int) -> int:
-        """Open a block device; its name may be a symlink."""
         return os.open(path, flags | os.O_CLOEXEC)
 
     def make_directory(self, path: Path) -> None:
@@ -177,27 +176,25 @@ class Files:
             os.close(parent_fd)
 
     def unlink(self, path: Path) -> None:
-        """Take a file out of its directory, if it is there."""
         path.unlink(missing_ok=True)
 
     def replace(self, source: Path, target: Path) -> None:
-        """Give a file another name of the same directory, in place of what has that name."""
+        """Rename a file within its directory, in place of the file that has that name."""
         os.replace(source, target)
 
     def sync_directory(self, fd: int) -> None:
-        """What was made, renamed and unlinked in a directory so far survives a power cut."""
+        """Make files made, renamed and unlinked in a directory so far durable."""
         os.fsync(fd)  # fdatasync need not write a new name down
 
     def truncate(self, fd: int, nbytes: int) -> None:
-        """Give a file another size."""
         os.ftruncate(fd, nbytes)
 
     def is_emulated(self, drive: str) -> bool:
-        """Whether this is a drive that the machine does not have (testing/emulation.py)."""
+        """True for a drive that the machine does not have (testing/emulation.py)."""
         return False
 
     def attach(self, fd: int, drive: str) -> None:
-        """Know that a descriptor belongs to a drive."""
+        """Associate a descriptor with a drive."""
 
     def run(self, ops: Ops, timeout_s: float) -> Pending | None:
         """Execute a batch; see native.IoEngine.run. GIL released."""
@@ -205,7 +202,7 @@ class Files:
         return None if pending is None else SharedPending(pending)
 
     def register(self, address: int, nbytes: int) -> bool:
-        """Make transfers to and from this memory cheaper. False: the machine does not let us."""
+        """Make transfers to and from this memory cheaper. False: the kernel refuses."""
         return self.engine.register(address, nbytes)
 
     def read(self, fd: int, offset: int, nbytes: int) -> memoryview:
@@ -229,13 +226,13 @@ class Files:
         self._run_one(ops, buffer)
 
     def sync(self, fd: int) -> None:
-        """Bytes written so far survive a power cut, or OSError; ETIMEDOUT on a stalled medium."""
+        """Make earlier writes durable, or raise OSError; ETIMEDOUT on a stalled medium."""
         ops = io_ops(1)
         ops["fd"], ops["opcode"] = fd, SYNC
         self._run_one(ops, None)
 
     def keep(self, pending: Pending, ops: Ops, memory: object) -> None:
-        """Hold on to memory that the kernel may still use, until it has let go of it."""
+        """Keep memory alive that the kernel may still use."""
         writes = ops[ops["opcode"] == WRITE]
         starts, stops = writes["offset"], writes["offset"] + writes["nbytes"]
         places = list(zip(writes["fd"].tolist(), starts.tolist(), stops.tolist(), strict=True))
@@ -244,7 +241,7 @@ class Files:
         self.descriptors.end(self.descriptors.begin(), pending)
 
     def may_still_write(self, fd: int, start: int, stop: int) -> bool:
-        """Whether a write that missed its deadline may arrive there yet."""
+        """True if a write that missed its deadline may still arrive there."""
         with self._adrift_lock:
             self._adrift = [part for part in self._adrift if not part[0].wait(0.0)]
             return any(
@@ -261,6 +258,28 @@ class Files:
         if code:
             raise OSError(code, os.strerror(code))
 
+    def write_new(self, path: Path, data: bytes, room_bytes: int = 0) -> int:
+        """Put a file in the place of the one at `path`, durably: the new one or the old. Returns a
+        descriptor, which becomes the caller's. The file has room to grow to `room_bytes`.
+        """
+        partial = path.with_name(f"{path.name}.new")
+        fd = self.open_file(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            if room_bytes:
+                self.allocate(fd, round_up(room_bytes))
+            self.write(fd, 0, data.ljust(round_up(len(data)), b"\0"))
+            self.sync(fd)
+            self.replace(partial, path)
+            directory = self.open_directory(path.parent)
+            try:
+                self.sync_directory(directory)
+            finally:
+                os.close(directory)
+        except OSError:
+            self.descriptors.give_up(fd)
+            raise
+        return fd
+
     def allocate(self, fd: int, nbytes: int) -> None:
         """Give a file its full size, with its blocks reserved where the filesystem can."""
         try:
@@ -271,7 +290,7 @@ class Files:
             self.truncate(fd, nbytes)
 
     def share(self) -> "Files":
-        """The same for one holder more; the last to close it does so."""
+        """Add a holder. The last holder that calls `close` closes the engine."""
         self._holders += 1
         return self
 

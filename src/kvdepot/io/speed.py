@@ -1,36 +1,35 @@
-"""How fast a drive is: as it was measured once, and as it reads compared with before.
+"""Measures the speed of a drive once, a step at a time: another user of the drive waits for at most
+one step.
 
-The measured profile is kept with the drive, as a note in its log.
+Reads and writes go the way that blocks go (Files), into one extent that holds nothing: a segment
+that is free, or for reads alone one that is full. Nothing that is written here looks like a record.
 """
 
 import json
-import threading
-from dataclasses import asdict, dataclass, fields
-from typing import Final
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from statistics import median
+from typing import Any, Final
 
-from kvdepot.core.clock import Clock
 from kvdepot.core.json_object import parse_object
+from kvdepot.format.record import PAGE
+from kvdepot.io.files import Files, aligned, io_ops
+from kvdepot.native import READ, WRITE, address_of
 
-_WINDOW_S: Final = 0.2
-"""A verdict is made of at least this much of a drive's time."""
-_TRIAL_S: Final = 0.02
-"""Or of this much, where the drive is on trial; less does no harm."""
-_SLOW: Final = 8.0
-"""So many times slower than it was, twice in a row, a drive is better left alone."""
-_FORGET: Final = 0.995
-"""What it once did counts a little less with every verdict."""
-
-_LARGE_BYTES: Final = 1 << 20
-"""What is asked for at once: with less a drive cannot show what it can do."""
 _MOST: Final = 1 << 50
 _END_OF_TIME: Final = 1 << 37
-"""What a profile can say at most; a calendar has no later second than about this one."""
-_KEEP: Final = 0.7
-"""How much an earlier comparison with the profile counts beside the last one."""
-
-LoadShape = tuple[int, int, int]
-"""Reads that can be compared: bytes of one, bytes asked for at once, calls at once (as powers
-of two)."""
+"""The greatest time in a profile; a calendar ends about here."""
+_UNIT: Final = 256 << 10
+BENCHMARK_BYTES_MIN: Final = _UNIT
+_MEMORY_BYTES: Final = 4 << 20
+_REGION_MAX: Final = 256 << 20
+"""The part of the extent that is used. At most twice this is written."""
+_JUMP: Final = 0.6180339887
+"""From one random place to the next, as a part of the region: never near, never twice the same."""
+_STALL_S: Final = 2.0
+_LATENCIES: Final = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,24 +40,24 @@ class Profile:
     """Sequential."""
     write_bytes_per_s: int
     random_read_bytes_per_s: int
-    """Pieces of `random_bytes` all over one segment."""
+    """Reads of `random_bytes` all over one segment."""
     random_write_bytes_per_s: int
     random_bytes: int
     read_latency_us: int
-    """Of one page, alone; the median."""
+    """Median for one page, alone."""
     write_latency_us: int
     direct_io: bool
     emulated: bool
-    """The drive does not exist: these are the speeds it is made to have."""
+    """The drive does not exist: it is made to have these speeds."""
     measured_at_s: int
-    """Of the calendar, since 1970."""
+    """Seconds since 1970."""
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True).encode()
 
     @classmethod
     def parse(cls, text: bytes) -> "Profile | None":
-        """None: it is of another version, and the drive is measured anew."""
+        """None: it has another version, and the drive is measured again."""
         try:
             found = cls(**parse_object(text))
         except (TypeError, ValueError):
@@ -70,117 +69,149 @@ class Profile:
 
     @classmethod
     def unmeasured(cls, *, emulated: bool) -> "Profile":
-        """Says no more of a drive than whether it is emulated."""
-        return cls(
-            read_bytes_per_s=0, write_bytes_per_s=0,
-            random_read_bytes_per_s=0, random_write_bytes_per_s=0, random_bytes=0,
-            read_latency_us=0, write_latency_us=0,
-            direct_io=True, emulated=emulated, measured_at_s=0,
-        )  # fmt: skip
+        """A profile without speeds. It only says if a drive is emulated."""
+        nothing: dict[str, Any] = {one.name: 0 for one in fields(cls)}
+        return cls(**{**nothing, "direct_io": True, "emulated": emulated})
 
     @property
     def is_measured(self) -> bool:
         return self.read_bytes_per_s > 0
 
 
-class ThroughputMeter:
-    """Counts what one drive reads while it is busy. Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class BenchmarkLimits:
+    """Longest time for each of four speeds, and for each step."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self.running = 0
-        """Calls that wait for reads of the drive now."""
-        self._peak = 0
-        self._began_s = 0.0
-        self._busy_s = 0.0
-        self._work_bytes = 0
-        self._reads = 0
-        self._calls = 0
-        self._slow_in_a_row = 0
-        self._best: dict[LoadShape, float] = {}
-        self.bytes_per_s = 0.0
-        self.slowdown = 1.0
-        """Of the last verdict: how many times slower than it was."""
-        self.profile: Profile | None = None
-        """How fast it was when it was measured, if it was."""
-        self.of_profile: float | None = None
-        """What it reads lately where much is asked for, by what it read when it was measured."""
-        self.queued_bytes = 0
-        """Reads that were asked for and have not ended."""
+    speed_s: float = 0.2
+    step_s: float = 0.004
+    at_once_max: int = 64
 
-    def begin(self, nbytes: int = 0, *, trial: bool = False) -> None:
-        """Reads begin. `trial`: what was before does not count."""
-        with self._lock:
-            if trial and not self.running:
-                self._begin_anew()
-            self.queued_bytes += nbytes
-            if not self.running:
-                self._began_s = self._clock.now()
-            self.running += 1
-            self._peak = max(self._peak, self.running)
 
-    def end(self, work_bytes: int, reads: int, asked: int = 0, *, trial: bool = False) -> bool:
-        """Reads have ended. False: the drive has become slow.
+FLASH: Final = BenchmarkLimits()
+HEAD: Final = BenchmarkLimits(speed_s=0.6, step_s=0.02, at_once_max=16)
+"""A drive with a head needs longer, and gains nothing from a long queue."""
 
-        `asked`: what `begin` was told. `trial`: it was slow before, and is judged by this alone.
-        """
-        with self._lock:
-            now_s = self._clock.now()
-            self.running -= 1
-            self.queued_bytes -= asked
-            self._busy_s += now_s - self._began_s
-            self._began_s = now_s
-            self._work_bytes += work_bytes
-            self._reads += reads
-            self._calls += 1
-            if self._busy_s < (_TRIAL_S if trial else _WINDOW_S) or not self._reads:
-                return True
-            self._slow_in_a_row = self._slow_in_a_row + 1 if self._is_slow(trial) else 0
-            return self._slow_in_a_row < (1 if trial else 2)
 
-    def _is_slow(self, trial: bool) -> bool:
-        self.bytes_per_s = self._work_bytes / max(self._busy_s, 1e-9)
-        sizes = (self._work_bytes // self._reads, self._work_bytes // self._calls, self._peak)
-        self._compare(sizes[1])
-        kind = (sizes[0].bit_length(), sizes[1].bit_length(), sizes[2].bit_length())
-        best = self._best.get(kind, 0.0) * _FORGET
-        usual = (
-            max(best, 0.0 if trial else self._nearby(kind) / 2)
-            or self._measured(sizes[1])
-            or (trial and max(self._best.values(), default=0.0))
+@dataclass(slots=True)
+class BenchmarkSeries:
+    """Steps that measure one speed or latency."""
+
+    opcode: int
+    kind: str
+    """sequential, random or latency."""
+    limits: BenchmarkLimits
+    at_once: int = 1
+    turn: int = 0
+    samples: list[tuple[int, int, float]] = field(default_factory=list)
+    """Units at once, bytes and seconds of each step."""
+
+    @property
+    def unit_bytes(self) -> int:
+        return PAGE if self.kind == "latency" else _UNIT
+
+    def is_done(self, region_bytes: int) -> bool:
+        spent_s = sum(seconds for *_, seconds in self.samples)
+        moved = sum(nbytes for _, nbytes, _ in self.samples)
+        enough = _LATENCIES * PAGE if self.kind == "latency" else region_bytes
+        return bool(self.samples) and (spent_s >= self.limits.speed_s or moved >= enough)
+
+    def offsets(self, region_bytes: int) -> list[int]:
+        units = max(1, region_bytes // self.unit_bytes)
+        numbers = range(self.turn, self.turn + self.at_once)
+        self.turn += self.at_once
+        if self.kind == "sequential":
+            return [number % units * self.unit_bytes for number in numbers]
+        return [int(number * _JUMP % 1.0 * units) * self.unit_bytes for number in numbers]
+
+    def add(self, nbytes: int, seconds: float, region_bytes: int) -> None:
+        """Count a step, and ask for more at once as long as that is quickly done."""
+        self.samples.append((self.at_once, nbytes, seconds))
+        room = min(self.limits.at_once_max, region_bytes // self.unit_bytes)
+        quick = 2 * seconds <= self.limits.step_s and 2 * self.at_once <= room
+        if quick and self.kind != "latency":
+            self.at_once *= 2
+
+    def bytes_per_s(self) -> int:
+        """The speed of the largest steps: the first ones are too small for a fast drive."""
+        most = max((at_once for at_once, *_ in self.samples), default=0)
+        large = [sample for sample in self.samples if sample[0] == most]
+        total_s = sum(seconds for *_, seconds in large)
+        return int(sum(nbytes for _, nbytes, _ in large) / total_s) if total_s else 0
+
+    def latency_us(self) -> int:
+        return int(1e6 * median(seconds for *_, seconds in self.samples)) if self.samples else 0
+
+
+class VolumeBenchmark:
+    """Measures one extent: call `step` until `done`."""
+
+    def __init__(
+        self, files: Files, place: tuple[int, int, int], limits: BenchmarkLimits, *, writes: bool
+    ) -> None:
+        """`place`: descriptor, offset, and bytes, at least `BENCHMARK_BYTES_MIN`."""
+        self._files = files
+        self._fd, self._base, nbytes = place
+        self._region_bytes = max(_UNIT, min(nbytes, _REGION_MAX) // _UNIT * _UNIT)
+        self._memory = aligned(_MEMORY_BYTES)
+        self._memory[:] = os.urandom(_MEMORY_BYTES)
+        self._series = {
+            (opcode, kind): BenchmarkSeries(opcode, kind, limits)
+            for opcode in ((WRITE, READ) if writes else (READ,))
+            for kind in ("sequential", "random", "latency")
+        }
+        self._last: BenchmarkSeries | None = None
+        self.written_bytes = 0
+
+    @property
+    def done(self) -> bool:
+        return self._next() is None
+
+    def step(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """Measure once. Raises OSError if the drive fails, or does not answer."""
+        series = self._next()
+        if series is None:
+            return
+        offsets = series.offsets(self._region_bytes)
+        ops = io_ops(len(offsets))
+        ops["fd"], ops["opcode"], ops["nbytes"] = self._fd, series.opcode, series.unit_bytes
+        ops["offset"] = [self._base + offset for offset in offsets]
+        start = address_of(self._memory)[0]
+        ops["address"] = [start + n * _UNIT % _MEMORY_BYTES for n in range(len(offsets))]
+        started_s = now()
+        pending = self._files.run(ops, _STALL_S)
+        seconds = max(1e-9, now() - started_s)
+        if pending is not None:
+            self._files.keep(pending, ops, self._memory)
+        failed = next((-code for code in ops["result"].tolist() if code), 0)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
+        nbytes = int(ops["nbytes"].sum())
+        self.written_bytes += nbytes * (series.opcode == WRITE)
+        series.add(nbytes, seconds, self._region_bytes)
+        self._last = series
+
+    def discard(self) -> None:
+        """Forget the last step: the drive was used meanwhile."""
+        if self._last is not None and self._last.samples:
+            self._last.samples.pop()
+
+    def profile(self, *, direct_io: bool, emulated: bool) -> Profile:
+        def series(opcode: int, kind: str) -> BenchmarkSeries:
+            return self._series.get((opcode, kind)) or BenchmarkSeries(opcode, kind, FLASH)
+
+        return Profile(
+            read_bytes_per_s=series(READ, "sequential").bytes_per_s(),
+            write_bytes_per_s=series(WRITE, "sequential").bytes_per_s(),
+            random_read_bytes_per_s=series(READ, "random").bytes_per_s(),
+            random_write_bytes_per_s=series(WRITE, "random").bytes_per_s(),
+            random_bytes=_UNIT,
+            read_latency_us=series(READ, "latency").latency_us(),
+            write_latency_us=series(WRITE, "latency").latency_us(),
+            direct_io=direct_io,
+            emulated=emulated,
+            measured_at_s=int(time.time()),
         )
-        self.slowdown = max(1.0, usual / max(self.bytes_per_s, 1e-9))
-        if best or self.slowdown <= _SLOW:
-            self._best[kind] = max(best, self.bytes_per_s)
-        self._begin_anew()
-        return self.slowdown > _SLOW
 
-    def _nearby(self, kind: LoadShape) -> float:
-        """The best where reads and calls were about as large: the first reads of a kind that the
-        drive has not had before may be slow already."""
-        return max(
-            (
-                speed
-                for other, speed in self._best.items()
-                if other[2] == kind[2] and all(abs(other[at] - kind[at]) <= 1 for at in (0, 1))
-            ),
-            default=0.0,
-        )
-
-    def _begin_anew(self) -> None:
-        self._busy_s, self._work_bytes, self._reads, self._calls = 0.0, 0, 0, 0
-        self._peak = self.running
-
-    def _measured(self, asked_bytes: int) -> float:
-        """What the drive read when it was measured, where that can be compared."""
-        if self.profile is None or asked_bytes < _LARGE_BYTES or not self.profile.direct_io:
-            return 0.0
-        return float(self.profile.read_bytes_per_s)
-
-    def _compare(self, asked_bytes: int) -> None:
-        measured = self._measured(asked_bytes)
-        if measured:
-            last = self.bytes_per_s / measured
-            before = last if self.of_profile is None else self.of_profile
-            self.of_profile = round(_KEEP * before + (1 - _KEEP) * last, 3)
+    def _next(self) -> BenchmarkSeries | None:
+        left = (one for one in self._series.values() if not one.is_done(self._region_bytes))
+        return next(left, None)

@@ -11,12 +11,15 @@ Not thread-safe; the store's lock guards it.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
-from kvdepot.format.record import PAGE
-from kvdepot.memory.memory import Memory
+from kvdepot.config.settings import CxlConfig
+from kvdepot.errors import ConfigError
+from kvdepot.format.record import PAGE, round_up
+from kvdepot.memory.cxl import check_node, open_device
+from kvdepot.memory.memory import HUGE_BYTES, HugePages, Memory
 
 CHUNK: Final = 64 << 10
 _SLAB_MIN: Final = 1 << 20
@@ -37,7 +40,7 @@ class Slab:
 
 
 def slab_chunks(slot_bytes: int, chunks_max: int) -> int:
-    """How many chunks a slab of this class gets: few, and little of them left over."""
+    """The number of chunks of a slab of this class: small, with little waste."""
     first = max(-(-slot_bytes // CHUNK), _SLAB_MIN // CHUNK)
     best, best_waste = 0, 1.0
     for chunks in range(first, min(chunks_max, first * _SLAB_SLOTS_MAX) + 1):
@@ -55,7 +58,7 @@ class Arena:
     def __init__(
         self,
         capacity_bytes: int,
-        huge_pages: Literal["auto", "always", "never"] = "auto",
+        huge_pages: HugePages = "auto",
         *,
         shared: bool = False,
         memory: Memory | None = None,
@@ -77,7 +80,7 @@ class Arena:
         self._slab_counts: Counter[int] = Counter()
         self._hint = 0
         self._no_run_of = self.chunk_count + 1
-        """Runs this long or longer were looked for in vain since a slab was last given back."""
+        """No run of this length or longer was free since a slab was last given back."""
 
     @property
     def address(self) -> int:
@@ -127,7 +130,7 @@ class Arena:
             self._retire(slab)
 
     def room(self, nbytes: int) -> int:
-        """Bytes that are free for this size class, as far as can be told without a search."""
+        """Bytes that are free for this size class, estimated without a search."""
         slot_bytes = self.slot_bytes(nbytes)
         slots = self._free_slots[slot_bytes]
         chunks = -(-slot_bytes // CHUNK)
@@ -144,7 +147,7 @@ class Arena:
         return slab.owners[(location - slab.start * CHUNK) // slab.slot_bytes]
 
     def has_others(self, nbytes: int) -> bool:
-        """Whether there are slabs of another size class than this one's."""
+        """True if another size class has slabs."""
         return any(slot_bytes != self.slot_bytes(nbytes) for slot_bytes in self._slab_counts)
 
     def slabs(self) -> list[Slab]:
@@ -189,7 +192,7 @@ class Arena:
         return slab
 
     def _find(self, chunks: int) -> int | None:
-        """First run of free chunks that is long enough, looking behind the last one found first."""
+        """The first long enough run of free chunks. Looks behind the last one first."""
         if chunks >= self._no_run_of:
             return None
         fits = self._hint + chunks <= self.chunk_count
@@ -214,3 +217,30 @@ class Arena:
         if not self._slab_counts[slab.slot_bytes]:
             del self._slab_counts[slab.slot_bytes]
         self._no_run_of = self.chunk_count + 1
+
+
+def open_arena(
+    setting: str, nbytes: int, huge_pages: HugePages = "auto", *, shared: bool = False
+) -> Arena:
+    """An arena in ordinary memory. Raises ConfigError, which names the setting."""
+    try:
+        return Arena(nbytes, huge_pages, shared=shared)
+    except OSError as error:
+        raise ConfigError(setting, f"cannot get the memory: {error.strerror}") from error
+
+
+def open_cxl_arena(config: CxlConfig, *, shared: bool) -> Arena:
+    """An arena in the memory that the `cxl` settings name."""
+    nbytes = config.capacity
+    try:
+        if config.node is not None:
+            check_node("cxl.node", config.node, nbytes)
+            return Arena(nbytes, memory=Memory.on_node(nbytes, config.node, shared=shared))
+        if config.path is not None:
+            whole = round_up(nbytes, HUGE_BYTES)
+            fd = open_device("cxl.path", config.path, whole)
+            return Arena(nbytes, memory=Memory.mapped((fd, whole)))
+    except OSError as error:
+        setting = "cxl.path" if config.path is not None else "cxl.node"
+        raise ConfigError(setting, f"cannot map the memory: {error.strerror}") from error
+    return open_arena("cxl.capacity", nbytes, shared=shared)

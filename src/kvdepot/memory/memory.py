@@ -1,4 +1,6 @@
-"""Memory for blocks, on huge pages where there are any, mappable by others where asked for."""
+"""Memory for blocks, on huge pages if there are any. Shared memory can be mapped by other
+processes.
+"""
 
 import contextlib
 import ctypes
@@ -13,16 +15,17 @@ from typing import Final, Literal
 
 from kvdepot.core.units import format_bytes
 from kvdepot.errors import ConfigError
-from kvdepot.memory import dax, numa
+from kvdepot.memory import cxl
 from kvdepot.native import address_of
 
+HugePages = Literal["auto", "always", "never"]
 HUGE_BYTES: Final = 2 << 20
 _PAGE: Final = 4096
 _STEP: Final = 64 << 20
 _MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""A process that has the descriptor can write to the memory, not take it from under the others."""
+"""A process that has the descriptor can write to the memory, and cannot shrink it."""
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 _FAILED: Final = ctypes.c_void_p(-1).value
@@ -33,7 +36,7 @@ class Memory:
 
     Shared memory has a descriptor (`fd`) that another process can map with `mapped`. Private memory
     gets transparent huge pages on most machines by itself, shared memory while it is prefaulted;
-    direct I/O into 4 KiB pages reaches about half the rate. None of it gets into a core dump.
+    direct I/O into 4 KiB pages reaches about half the rate. Core dumps leave it out.
     """
 
     huge = False
@@ -42,12 +45,12 @@ class Memory:
     _closed = False
     _toucher: threading.Thread | None = None
     _parts: tuple[tuple[int, int], ...] = ()
-    """Descriptors that are mapped, and how much of each."""
+    """Mapped descriptors, and bytes of each."""
 
     def __init__(
         self,
         nbytes: int,
-        huge_pages: Literal["auto", "always", "never"] = "auto",
+        huge_pages: HugePages = "auto",
         *,
         shared: bool = False,
     ) -> None:
@@ -57,7 +60,7 @@ class Memory:
         if self.nbytes > limit:
             raise OSError(
                 errno.ENOMEM,
-                f"{format_bytes(nbytes)} asked for, this machine has {format_bytes(limit)}",
+                f"{format_bytes(nbytes)} requested, this machine has {format_bytes(limit)}",
             )
         if huge_pages != "never":
             self._try_hugetlb()
@@ -75,15 +78,16 @@ class Memory:
 
     @classmethod
     def mapped(cls, *parts: tuple[int, int]) -> "Memory":
-        """Memory behind descriptors, as (descriptor, bytes), one part right behind the other.
+        """Map descriptors of another process or a device, as (descriptor, bytes), one part right
+        behind the other.
 
-        That of another process, or of a device. Takes over the descriptors, and keeps them until
-        `close`: a lock on a device lasts as long. OSError where it cannot be.
+        Takes over the descriptors, and keeps them until `close`: a lock on a device lasts as long.
+        Raises OSError if a part cannot be mapped.
         """
         memory = cls.__new__(cls)
         memory.nbytes = sum(nbytes for _, nbytes in parts)
         for fd, nbytes in parts:
-            if dax.size_of(fd) < nbytes or nbytes % HUGE_BYTES:
+            if cxl.size_of(fd) < nbytes or nbytes % HUGE_BYTES:
                 _close_all(parts)
                 raise OSError(errno.EINVAL, f"there are no {nbytes} bytes to map")
         memory._map_parts(parts)
@@ -92,7 +96,7 @@ class Memory:
 
     @classmethod
     def on_node(cls, nbytes: int, node: int, *, shared: bool = False) -> "Memory":
-        """Memory of one NUMA node, on transparent huge pages where there are any; or OSError."""
+        """Memory of one NUMA node, on transparent huge pages if there are any. Raises OSError."""
         memory = cls.__new__(cls)
         memory.nbytes = -(-nbytes // HUGE_BYTES) * HUGE_BYTES
         memory._collapse = shared
@@ -100,7 +104,7 @@ class Memory:
         memory._map.madvise(mmap.MADV_HUGEPAGE)
         memory._start()
         try:
-            numa.bind(memory.address, memory.nbytes, node)
+            cxl.bind(memory.address, memory.nbytes, node)
         except OSError:
             memory.close()
             raise
@@ -115,7 +119,7 @@ class Memory:
         self._stop = threading.Event()
 
     def prefault(self, then: Callable[[], object]) -> None:
-        """Touch all pages in the background, because the first touch is slow; then call `then`."""
+        """Touch all pages in the background, because the first touch is slow. Then call `then`."""
 
         def run() -> None:
             if self._touch():
@@ -148,8 +152,7 @@ class Memory:
         _close_all(self._parts or [(self.fd, 0)])
         self.fd = -1
         view, area = self.view, self._map
-        # A caller may still hold a view of a lease: the memory then goes with that view, and not
-        # with the last one that knows of this object.
+        # A caller may still hold a view of a lease. The memory is unmapped with that view.
         self.view = memoryview(b"")
         del self._map
         with contextlib.suppress(BufferError):
@@ -157,7 +160,7 @@ class Memory:
             area.close()
 
     def _try_hugetlb(self) -> None:
-        """Reserved huge pages, where there are enough; the kernel aligns them by itself."""
+        """Use reserved huge pages, if there are enough. The kernel aligns them."""
         with contextlib.suppress(OSError):
             fd = self._new_fd(os.MFD_HUGETLB)
             try:
@@ -188,14 +191,13 @@ class Memory:
         return fd
 
     def _reserve(self, more_flags: int = 0) -> None:
-        """Private memory, and addresses to spare, so that ours can start on a huge page."""
+        """Reserve more addresses than needed, so that the memory can start on a huge page."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | more_flags
         self._map = mmap.mmap(-1, self.nbytes + HUGE_BYTES, flags=flags)
 
     def _map_parts(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Put descriptors' memory over addresses that `_map` owns: it unmaps them at its end.
-
-        Takes over the descriptors, also when it fails.
+        """Map descriptors over addresses of `_map`, which unmaps them. Takes over the descriptors,
+        also when it fails.
         """
         try:
             self._reserve(_MAP_NORESERVE)
@@ -234,8 +236,8 @@ class Memory:
         return True
 
     def _make_huge(self, offset: int, length: int) -> None:
-        """Touch a page of each, then collapse them: shared memory has no huge pages at
-        the first touch. Where that fails they stay small.
+        """Touch one page of each huge page, then collapse them: shared memory gets no huge pages at
+        the first touch. If that fails, pages stay small.
         """
         for at in range(offset, offset + length, HUGE_BYTES):
             populate(self.address + at, _PAGE)
@@ -243,7 +245,7 @@ class Memory:
 
 
 def populate(address: int, nbytes: int) -> bool:
-    """Have the kernel find memory for whole pages from here on, as it is; False: it does not."""
+    """Fault in whole pages and keep their content. False: the kernel refuses."""
     start = -(-address // _PAGE) * _PAGE
     length = (address + nbytes) // _PAGE * _PAGE - start
     return length <= 0 or _advise(start, length, _MADV_POPULATE_WRITE)
@@ -262,7 +264,7 @@ def _close_all(parts: Sequence[tuple[int, int]]) -> None:
 
 
 def memory_limit() -> int:
-    """Bytes of memory this process can have: the machine's, or its control group's if less."""
+    """Bytes of memory this process can have: the machine's, or its control group's limit."""
     total = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemTotal:"):
@@ -274,9 +276,8 @@ def memory_limit() -> int:
 
 
 def trim_heap() -> None:
-    """Give memory that was freed back to the system, where the C library can.
-
-    Recovery of a large store frees several times what the index keeps.
+    """Give freed memory back to the system, if the C library can. Recovery of a large store frees
+    several times the size of the index.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,13 +1,15 @@
 """Checksums, copies and I/O: the C extension where it is built, else Python and numpy.
 
-`NAME` says which ("c" or "python"). Both give the same results; a property test holds them to it.
+`NAME` is "c" or "python". Both give the same results; a property test holds them to it.
 In C, work on 64 KiB or more releases the interpreter lock. Addresses are plain integers: the caller
-keeps the memory alive. What each function does is said in fallback.py.
+keeps the memory alive. fallback.py documents each function.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvdepot.native import fallback
 from kvdepot.native.ops import (
@@ -22,8 +24,9 @@ from kvdepot.native.ops import (
     TRANSFER_DTYPE,
     VERIFY,
     WRITE,
+    IoEngine,
+    PendingOps,
 )
-from kvdepot.native.protocol import IoEngine, PendingOps
 from kvdepot.native.python_engine import PythonEngine
 
 if TYPE_CHECKING:
@@ -40,36 +43,29 @@ else:
         NAME = "python"
 
 __all__ = [
-    "COPY",
-    "FILL",
-    "HEAD_BYTES",
-    "IO_DTYPE",
-    "NAME",
-    "READ",
-    "RECTANGLE_DTYPE",
-    "STRIDED_DTYPE",
-    "SYNC",
-    "TRANSFER_DTYPE",
-    "VERIFY",
-    "WRITE",
-    "IoEngine",
-    "PendingOps",
-    "address_of",
-    "checksum",
-    "chunk_checksums",
-    "copy_rectangles",
-    "gather",
-    "open_engine",
-    "scatter",
-    "transfer",
+    "COPY", "FILL", "HEAD_BYTES", "IO_DTYPE", "NAME", "READ", "RECTANGLE_DTYPE", "STRIDED_DTYPE",
+    "SYNC", "TRANSFER_DTYPE", "VERIFY", "WRITE", "IoEngine", "PendingOps", "address_of", "checksum",
+    "chunk_checksums", "copy_rectangles", "gather", "open_engine", "scatter", "transfer",
     "uring_available",
-]
-
+]  # fmt: skip
 
 address_of, uring_available = _chosen.address_of, _chosen.uring_available
-checksum, chunk_checksums = _chosen.checksum, _chosen.chunk_checksums
-transfer, gather, scatter = _chosen.transfer, _chosen.gather, _chosen.scatter
-copy_rectangles = _chosen.copy_rectangles
+checksum, transfer = _chosen.checksum, _chosen.transfer
+gather, scatter, copy_rectangles = _chosen.gather, _chosen.scatter, _chosen.copy_rectangles
+
+
+def chunk_checksums(source: Any, chunk_bytes: int, target_u64: Any) -> None:
+    """Fill `target_u64` with the checksum of each chunk of `source`; the last may be short.
+
+    ValueError when the target does not have exactly one u64 for each chunk.
+    """
+    address, nbytes = address_of(source)
+    table, table_bytes = address_of(target_u64, writable=True)
+    if chunk_bytes <= 0:
+        raise ValueError("chunk_bytes must be positive")
+    if table_bytes != 8 * -(-nbytes // chunk_bytes):
+        raise ValueError("the target must have one u64 for each chunk")
+    transfer(np.array([(0, address, 0, nbytes, chunk_bytes, table, FILL)], TRANSFER_DTYPE))
 
 
 def open_engine(

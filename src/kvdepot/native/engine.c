@@ -6,19 +6,10 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-enum { ORPHAN_LOOK_NS = 10000000 };
-
-struct orphan {
-    struct orphan *next;
-    struct lane *lane;
-    struct batch *batch;
-};
-
 struct engine {
     pthread_mutex_t mutex;
     pthread_cond_t returned;
     struct lane *idle;
-    struct orphan *orphans;
     struct pool *pool; /* NULL for rings */
     struct registry registry;
     uint64_t split_bytes;
@@ -87,25 +78,9 @@ static void give_back(struct engine *engine, struct lane *lane)
     pthread_cond_signal(&engine->returned);
 }
 
-static void collect_orphans(struct engine *engine)
-{
-    for (struct orphan **link = &engine->orphans; *link;) {
-        struct orphan *orphan = *link;
-        if (!batch_drain(orphan->batch, 0)) {
-            link = &orphan->next;
-            continue;
-        }
-        *link = orphan->next;
-        batch_free(orphan->batch);
-        give_back(engine, orphan->lane);
-        free(orphan);
-    }
-}
-
 void engine_close(struct engine *engine)
 {
     pthread_mutex_lock(&engine->mutex);
-    collect_orphans(engine);
     __atomic_store_n(&engine->closed, 1, __ATOMIC_RELEASE);
     while (engine->idle) {
         struct lane *lane = engine->idle;
@@ -133,17 +108,15 @@ int engine_closed(struct engine *engine)
     return __atomic_load_n(&engine->closed, __ATOMIC_ACQUIRE);
 }
 
-/* 0, or -ETIME at the deadline. An orphan's end is not signalled, so with orphans it looks again soon. */
+/* 0, or -ETIME at the deadline. */
 static int wait_returned(struct engine *engine, int64_t deadline_ns)
 {
-    int64_t look_ns = engine->orphans ? clock_ns() + ORPHAN_LOOK_NS : NO_DEADLINE;
-    int64_t until_ns = look_ns < deadline_ns ? look_ns : deadline_ns;
-    struct timespec until = {until_ns / 1000000000, until_ns % 1000000000};
-    if (until_ns == NO_DEADLINE)
+    struct timespec until = {deadline_ns / 1000000000, deadline_ns % 1000000000};
+    if (deadline_ns == NO_DEADLINE)
         pthread_cond_wait(&engine->returned, &engine->mutex);
-    else
-        pthread_cond_timedwait(&engine->returned, &engine->mutex, &until);
-    return deadline_ns != NO_DEADLINE && clock_ns() >= deadline_ns ? -ETIME : 0;
+    else if (pthread_cond_timedwait(&engine->returned, &engine->mutex, &until))
+        return -ETIME;
+    return 0;
 }
 
 static struct lane *borrow_locked(struct engine *engine, int64_t deadline_ns, int *error)
@@ -153,7 +126,6 @@ static struct lane *borrow_locked(struct engine *engine, int64_t deadline_ns, in
             *error = -EBADF;
             return NULL;
         }
-        collect_orphans(engine);
         struct lane *lane = engine->idle;
         if (lane) {
             engine->idle = lane->next;
@@ -184,17 +156,6 @@ void engine_return(struct engine *engine, struct lane *lane)
 {
     pthread_mutex_lock(&engine->mutex);
     give_back(engine, lane);
-    pthread_mutex_unlock(&engine->mutex);
-}
-
-void engine_orphan(struct engine *engine, struct lane *lane, struct batch *batch)
-{
-    struct orphan *orphan = malloc(sizeof *orphan);
-    if (!orphan)
-        return;
-    pthread_mutex_lock(&engine->mutex);
-    *orphan = (struct orphan){engine->orphans, lane, batch};
-    engine->orphans = orphan;
     pthread_mutex_unlock(&engine->mutex);
 }
 
@@ -255,14 +216,4 @@ int engine_register(struct engine *engine, uint64_t address, uint64_t nbytes)
     }
     pthread_mutex_unlock(&engine->mutex);
     return refused;
-}
-
-void engine_unregister(struct engine *engine, uint64_t address, uint64_t nbytes)
-{
-    pthread_mutex_lock(&engine->mutex);
-    if (usable(engine)) {
-        forget_memory(engine, address, nbytes);
-        sync_idle(engine);
-    }
-    pthread_mutex_unlock(&engine->mutex);
 }

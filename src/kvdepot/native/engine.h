@@ -24,11 +24,8 @@ uint64_t engine_split_bytes(const struct engine *engine);
 /* NULL and *error: -ETIME when none came back in time, -EBADF when closed, or -errno. */
 struct lane *engine_borrow(struct engine *engine, int64_t deadline_ns, int *error);
 void engine_return(struct engine *engine, struct lane *lane);
-/* For a batch that will not be waited for: its lane comes back once nothing is in flight. */
-void engine_orphan(struct engine *engine, struct lane *lane, struct batch *batch);
 
 /* 0, or the errno of the refusal, after which nothing is registered that was not before. */
 int engine_register(struct engine *engine, uint64_t address, uint64_t nbytes);
-void engine_unregister(struct engine *engine, uint64_t address, uint64_t nbytes);
 
 #endif

@@ -1,4 +1,4 @@
-"""What the C extension does, in numpy: for machines without a compiler."""
+"""The functions of the C extension in numpy, for machines without a compiler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["address_of"]
 
 
 def uring_available() -> tuple[bool, str]:
-    """Whether an engine of kind "uring" can be opened here, else why not."""
+    """True if an engine of kind "uring" can be opened here; else False and the reason."""
     return False, "kvdepot.native._native is not built"
 
 
@@ -37,23 +37,10 @@ def checksum(buffer: Any) -> int:
     return xxh3_64(_held(buffer))
 
 
-def chunk_checksums(source: Any, chunk_bytes: int, target_u64: Any) -> None:
-    """Fill `target_u64` with the checksum of each chunk of `source`; the last may be short.
-
-    ValueError when the target does not have exactly one u64 for each chunk.
-    """
-    data, target = _held(source), _held(target_u64, writable=True)
-    if chunk_bytes <= 0:
-        raise ValueError("chunk_bytes must be positive")
-    if target.nbytes != 8 * -(-data.nbytes // chunk_bytes):
-        raise ValueError("the target must have one u64 for each chunk")
-    target.view("<u8")[:] = checksums_of(data, chunk_bytes)
-
-
 def transfer(ops: Any, threads: int = 1) -> None:
     """Run a batch of copies, a writable buffer of TRANSFER_DTYPE, each byte read once.
 
-    In C so many `threads` share the work, whole chunks each; here the caller's does it all.
+    In C, `threads` share the work, whole chunks each. Here the caller's thread does all of it.
 
     Afterwards every `result` is 0, or -EBADMSG for a VERIFY that found another checksum; its target
     is then undefined. In C a batch of 1 MiB or more is stored past the cache.

@@ -73,43 +73,6 @@ static PyObject *native_checksum(PyObject *module, PyObject *object)
     return PyLong_FromUnsignedLongLong(sum);
 }
 
-static void run_transfers(struct transfer_op *ops, size_t count, uint64_t nbytes, int threads)
-{
-    PyThreadState *state = nbytes < LOCK_KEPT_BYTES ? NULL : PyEval_SaveThread();
-    transfer_run(ops, count, threads);
-    if (state)
-        PyEval_RestoreThread(state);
-}
-
-static PyObject *native_chunk_checksums(PyObject *module, PyObject *args)
-{
-    PyObject *source_object, *target_object;
-    unsigned long long chunk_bytes;
-    Py_buffer source, target;
-    PyObject *result = NULL;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "OKO", &source_object, &chunk_bytes, &target_object) ||
-        hold(source_object, &source, 0) < 0)
-        return NULL;
-    if (hold(target_object, &target, 1) == 0) {
-        uint64_t nbytes = (uint64_t)source.len;
-        if (chunk_bytes == 0)
-            PyErr_SetString(PyExc_ValueError, "chunk_bytes must be positive");
-        else if ((uint64_t)target.len / 8 != nbytes / chunk_bytes + (nbytes % chunk_bytes != 0) ||
-                 target.len % 8)
-            PyErr_SetString(PyExc_ValueError, "the target must have one u64 for each chunk");
-        else {
-            struct transfer_op op = {0, (uintptr_t)source.buf, 0, nbytes, chunk_bytes,
-                                     (uintptr_t)target.buf, TRANSFER_FILL};
-            run_transfers(&op, 1, nbytes, 1);
-            result = Py_NewRef(Py_None);
-        }
-        PyBuffer_Release(&target);
-    }
-    PyBuffer_Release(&source);
-    return result;
-}
-
 static PyObject *native_transfer(PyObject *module, PyObject *args)
 {
     PyObject *object;
@@ -131,7 +94,10 @@ static PyObject *native_transfer(PyObject *module, PyObject *args)
             return NULL;
         }
     }
-    run_transfers(ops, count, total, threads);
+    PyThreadState *state = total < LOCK_KEPT_BYTES ? NULL : PyEval_SaveThread();
+    transfer_run(ops, count, threads);
+    if (state)
+        PyEval_RestoreThread(state);
     PyBuffer_Release(&view);
     Py_RETURN_NONE;
 }
@@ -342,16 +308,13 @@ static int check_ops(const struct io_op *ops, size_t count)
 }
 
 /* What `run` leaves behind when ops did not finish; takes over the view, and the lane and batch unless
- * they are NULL. Out of memory, what is in flight is orphaned and the view kept for ever. */
+ * they are NULL. Out of memory, all three are kept for ever. */
 static PyObject *make_pending(EngineObject *owner, struct lane *lane, struct batch *batch, Py_buffer *ops)
 {
     allocfunc allocate = (allocfunc)PyType_GetSlot(pending_type, Py_tp_alloc);
     PendingObject *self = (PendingObject *)allocate(pending_type, 0);
-    if (!self) {
-        if (lane)
-            engine_orphan(owner->engine, lane, batch);
+    if (!self)
         return NULL;
-    }
     self->owner = (EngineObject *)Py_NewRef((PyObject *)owner);
     self->lane = lane;
     self->batch = batch;
@@ -431,18 +394,6 @@ static PyObject *Engine_register(PyObject *self, PyObject *args)
     return PyBool_FromLong(!refused);
 }
 
-static PyObject *Engine_unregister(PyObject *self, PyObject *args)
-{
-    unsigned long long address, nbytes;
-    struct engine *engine;
-    if (!PyArg_ParseTuple(args, "KK", &address, &nbytes) || !(engine = usable_engine(self)))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    engine_unregister(engine, address, nbytes);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
 static PyObject *Engine_close(PyObject *self, PyObject *unused)
 {
     struct engine *engine = ((EngineObject *)self)->engine;
@@ -491,16 +442,14 @@ static PyObject *Pending_wait(PyObject *object, PyObject *args, PyObject *kwargs
     return PyBool_FromLong(drained);
 }
 
-/* With I/O still in flight the lane is orphaned and the ops are never released: a
- * Pending dropped early is a leak, never a write into freed memory of ours. */
+/* With I/O still in flight the lane and the ops are never released: a Pending dropped early is a leak,
+ * never a write into freed memory of ours. */
 static void Pending_dealloc(PyObject *object)
 {
     PendingObject *self = (PendingObject *)object;
     PyTypeObject *type = Py_TYPE(object);
     if (!self->lane)
         PyBuffer_Release(&self->ops);
-    else if (!engine_foreign(self->owner->engine))
-        engine_orphan(self->owner->engine, self->lane, self->batch);
     Py_XDECREF((PyObject *)self->owner);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
@@ -511,7 +460,6 @@ static void Pending_dealloc(PyObject *object)
 static PyMethodDef engine_methods[] = {
     {"run", KEYWORDS(Engine_run), NULL},
     {"register", Engine_register, METH_VARARGS, NULL},
-    {"unregister", Engine_unregister, METH_VARARGS, NULL},
     {"close", Engine_close, METH_NOARGS, NULL},
     {0},
 };
@@ -534,7 +482,6 @@ static PyType_Spec pending_spec = {
 static PyMethodDef functions[] = {
     {"address_of", KEYWORDS(native_address_of), NULL},
     {"checksum", native_checksum, METH_O, NULL},
-    {"chunk_checksums", native_chunk_checksums, METH_VARARGS, NULL},
     {"transfer", native_transfer, METH_VARARGS, NULL},
     {"gather", native_gather, METH_VARARGS, NULL},
     {"scatter", native_scatter, METH_VARARGS, NULL},

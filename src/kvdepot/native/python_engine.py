@@ -9,8 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
-from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +30,7 @@ from kvdepot.native.xxh3 import xxh3_64
 
 
 class PythonEngine:
-    """See `kvdepot.native.protocol.IoEngine`."""
+    """Implements native.ops.IoEngine."""
 
     kind = "python"
 
@@ -54,14 +52,15 @@ class PythonEngine:
                 raise ValueError(f"op {index} has a table but chunk_bytes 0")
         records["result"] = -errno.ETIMEDOUT
         pending = PythonPendingOps(ops, wanted)
-        return None if pending.run(records["result"], timeout_s) else pending
+        if wanted and timeout_s:
+            done = pending.run(timeout_s)
+            results = [code or _check(op) for op, code in zip(wanted, done, strict=False)]
+            records["result"][: len(results)] = results
+        return None if pending.is_over else pending
 
     def register(self, address: int, nbytes: int) -> bool:
         self._check_usable()
         return False
-
-    def unregister(self, address: int, nbytes: int) -> None:
-        self._check_usable()
 
     def close(self) -> None:
         self._closed = True
@@ -78,25 +77,20 @@ class PythonPendingOps:
 
     def __init__(self, ops: Any, wanted: list[Any]) -> None:
         self._ops, self._wanted = ops, wanted
-        self._results: SimpleQueue[int] = SimpleQueue()
+        self._done: list[int] = []
         self._given_up = False
         self._thread = threading.Thread(target=self._work, name="kvdepot-io", daemon=True)
 
-    def run(self, results: Any, timeout_s: float) -> bool:
-        """Fill `results`; False when the deadline came first."""
-        deadline_s = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
-        if not self._wanted or timeout_s == 0:
-            return not self._wanted
+    @property
+    def is_over(self) -> bool:
+        return len(self._done) == len(self._wanted) and not self._given_up
+
+    def run(self, timeout_s: float) -> list[int]:
+        """Begin. Returns the results of the ops that have ended in time, the first ones."""
         self._thread.start()
-        for index, op in enumerate(self._wanted):
-            try:
-                failed = self._next_result(deadline_s)
-            except Empty:
-                self._given_up = True
-                return False
-            results[index] = failed or _check(op)
-        self._thread.join()
-        return True
+        self._thread.join(min(timeout_s, threading.TIMEOUT_MAX))
+        self._given_up = self._thread.is_alive()
+        return self._done[:]
 
     def wait(self, timeout_s: float) -> bool:
         """True once no I/O is in flight any more; the late ops keep -ETIMEDOUT."""
@@ -104,18 +98,11 @@ class PythonPendingOps:
             self._thread.join(min(timeout_s, threading.TIMEOUT_MAX))
         return not self._thread.is_alive()
 
-    def _next_result(self, deadline_s: float) -> int:
-        """Raises Empty after the deadline, also when there is a result by then."""
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise Empty
-        return self._results.get(timeout=left_s)
-
     def _work(self) -> None:
         for op in self._wanted:
             if self._given_up:
                 return
-            self._results.put(_perform(op))
+            self._done.append(_perform(op))
 
 
 def _perform(op: Any) -> int:

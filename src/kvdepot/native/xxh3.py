@@ -1,8 +1,7 @@
 """XXH3, 64 bits, seed 0, after the public specification; long inputs run on numpy.
 
 Within a block of 1024 bytes the accumulators only add up, so the sums of all blocks are one array
-expression. From block to block they are scrambled in sequence; chunks of equal length share the
-steps.
+expression. From block to block they are scrambled in sequence.
 """
 
 from __future__ import annotations
@@ -133,22 +132,6 @@ def _stripe_sums(words: _Words, keys: _Words) -> _Words:
     return sums
 
 
-def _accumulate_blocks(acc: _Words, blocks: Bytes) -> None:
-    """Take `blocks` (chunks, n, 1024) into `acc` (chunks, 8), scrambling after each."""
-    chunks, count, _ = blocks.shape
-    step = max(1, _SLAB // chunks)
-    shifted = np.empty_like(acc)
-    for first in range(0, count, step):
-        slab = np.ascontiguousarray(blocks[:, first : first + step])
-        words = slab.view("<u8").reshape(chunks, slab.shape[1], 16, 8)
-        for sums in np.ascontiguousarray(_stripe_sums(words, _STRIPE_KEYS).swapaxes(0, 1)):
-            acc += sums
-            np.right_shift(acc, _47, out=shifted)
-            shifted ^= _SCRAMBLE_KEY
-            acc ^= shifted
-            acc *= _SCRAMBLE_PRIME
-
-
 def _merge(acc: list[int], nbytes: int) -> int:
     h = nbytes * _PRIME64[0]
     for i in range(4):
@@ -157,36 +140,33 @@ def _merge(acc: list[int], nbytes: int) -> int:
     return _avalanche(h & _MASK)
 
 
-def _long(chunks: Bytes) -> list[int]:
-    """The checksums of the rows of `chunks`, each longer than 240 bytes."""
-    count, nbytes = chunks.shape
-    acc = np.tile(_START, (count, 1))
-    nblocks = (nbytes - 1) // _BLOCK
-    if nblocks:
-        _accumulate_blocks(acc, chunks[:, : nblocks * _BLOCK].reshape(count, nblocks, _BLOCK))
-    tail = (nbytes - 1 - nblocks * _BLOCK) // _STRIPE
+def _long(data: Bytes) -> int:
+    """The checksum of more than 240 bytes."""
+    acc, nblocks = _START.copy(), (data.nbytes - 1) // _BLOCK
+    for first in range(0, nblocks, _SLAB):
+        last = min(first + _SLAB, nblocks)
+        words = data[first * _BLOCK : last * _BLOCK].view("<u8").reshape(-1, 16, 8)
+        for sums in _stripe_sums(words, _STRIPE_KEYS):
+            acc += sums
+            acc ^= acc >> _47
+            acc ^= _SCRAMBLE_KEY
+            acc *= _SCRAMBLE_PRIME
+    tail = (data.nbytes - 1 - nblocks * _BLOCK) // _STRIPE
     if tail:
-        rest = chunks[:, nblocks * _BLOCK : nblocks * _BLOCK + tail * _STRIPE]
-        words = np.ascontiguousarray(rest).view("<u8").reshape(count, tail, 8)
-        acc += _stripe_sums(words, _STRIPE_KEYS[:tail])
-    last = np.ascontiguousarray(chunks[:, -_STRIPE:]).view("<u8").reshape(count, 1, 8)
-    acc += _stripe_sums(last, _LAST_KEY)
-    return [_merge(row, nbytes) for row in acc.tolist()]
+        rest = data[nblocks * _BLOCK : nblocks * _BLOCK + tail * _STRIPE]
+        acc += _stripe_sums(rest.view("<u8").reshape(tail, 8), _STRIPE_KEYS[:tail])
+    acc += _stripe_sums(data[-_STRIPE:].view("<u8").reshape(1, 8), _LAST_KEY)
+    return _merge(acc.tolist(), data.nbytes)
 
 
 def xxh3_64(data: Bytes) -> int:
     """The checksum of one contiguous array."""
     if data.nbytes > 240:
-        return _long(data.reshape(1, -1))[0]
+        return _long(data)
     return _upto16(data.tobytes()) if data.nbytes <= 16 else _upto240(data.tobytes())
 
 
 def checksums_of(data: Bytes, chunk_bytes: int) -> _Words:
     """The checksum of each chunk of `data`; the last chunk may be short."""
-    whole = data.nbytes // chunk_bytes
-    chunks = data[: whole * chunk_bytes].reshape(whole, chunk_bytes)
-    together = whole and chunk_bytes > 240
-    sums = _long(chunks) if together else [xxh3_64(chunk) for chunk in chunks]
-    if data.nbytes % chunk_bytes:
-        sums.append(xxh3_64(data[whole * chunk_bytes :]))
-    return np.array(sums, "<u8")
+    starts = range(0, data.nbytes, chunk_bytes)
+    return np.array([xxh3_64(data[at : at + chunk_bytes]) for at in starts], "<u8")

@@ -1,10 +1,12 @@
 """The analytic evaluator: retention gives hits, hits give load, load gives waiting. Pure.
 
-A request waits for its tier's reads, is fetched, waits for the GPUs, and is prefilled; each copy of
-the model has its own M/G/1 queue.
+Every tier holds what the faster tiers hold, so its size alone says how far back it reaches. The KV
+of a turn comes from the fastest tier that reaches back to the turn before; it is computed if that
+takes less time, or if the tier has no time left. A request waits for the reads of its tier, is
+fetched, waits for the GPUs, and is prefilled; each copy of the model has its own M/G/1 queue.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,17 +23,10 @@ from kvdepot.planner.outcome import (
     cost_of,
     life_years,
 )
-from kvdepot.planner.parts import Parts, tier_speed
+from kvdepot.planner.parts import Parts, TierSpeed, tier_speed
 from kvdepot.planner.retention import DAY_S, ReuseModel
 from kvdepot.planner.scenario import Scenario
-from kvdepot.planner.tier_load import (
-    RequestClass,
-    TierLoad,
-    cold_classes,
-    request_classes,
-    tier_loads,
-)
-from kvdepot.planner.traffic import work_out
+from kvdepot.planner.traffic import PlannedLoad, TurnKind, work_out
 
 Times = npt.NDArray[np.float64]
 
@@ -45,7 +40,7 @@ class Wait:
 
     @property
     def rate(self) -> float:
-        """Of the exponential part."""
+        """The rate of the exponential part."""
         return self.busy / self.mean_s if self.mean_s > 0 else np.inf
 
 
@@ -56,7 +51,7 @@ def wait_for(rate: float, mean_s: float, square_s: float) -> Wait | None:
     """The M/G/1 queue: arrivals a second, mean and mean square of the service time.
 
     The mean is exact (Pollaczek-Khinchine), the exponential tail is the usual approximation. None
-    where more comes than can be served.
+    if the queue is overloaded.
     """
     busy = rate * mean_s
     if busy >= 1.0:
@@ -91,6 +86,112 @@ def _both(first: float, second: float, times_s: Times) -> Times:
     return slow / (second - first)
 
 
+BUSY_MAX: Final = 0.9
+"""A tier reads up to this share of its time; the rest is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestClass:
+    """Requests that get their KV the same way."""
+
+    share: float
+    prefill_s: float
+    hit_tokens: float
+    tier: int | None = None
+    """Number of the tier that delivers the context; None for GPU memory or computing."""
+    nbytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierLoad:
+    speed: TierSpeed
+    horizon_s: float
+    hit_share: float
+    """Share of continued turns that reach back to this tier, and not to a faster one."""
+    kept: float
+    """Share of the wanted reads that the tier has time for."""
+    writes_bytes_per_s: float
+    useful: bool
+    """True if fetching the context of a turn is faster than computing it."""
+
+    @property
+    def write_busy(self) -> float:
+        return self.writes_bytes_per_s / self.speed.write_bytes_per_s
+
+
+def tier_loads(
+    load: PlannedLoad,
+    reuse: ReuseModel,
+    speeds: Sequence[TierSpeed],
+    horizon_s: Callable[[float], float],
+    memory_s: float,
+) -> tuple[TierLoad, ...]:
+    """The node's tiers, the fastest first. `memory_s`: how far back GPU memory reaches."""
+    ages = [horizon_s(speed.capacity_bytes) for speed in speeds]
+    reached = [memory_s]
+    for age in ages:
+        reached.append(max(reached[-1], age))
+    shares = [reuse.hit_share(age_s) for age_s in reached]
+    flows: list[TierLoad] = []
+    promoted = 0.0
+    for number in reversed(range(len(speeds))):
+        hit_share = shares[number + 1] - shares[number]
+        writes = reuse.requests_per_s * load.new_bytes + promoted
+        wanted = _wanted_bytes(load.turns, speeds[number])
+        reads = reuse.requests_per_s * hit_share * wanted
+        room = _room(speeds[number], writes)
+        kept = min(1.0, room / reads) if reads > 0.0 else 1.0
+        useful = wanted > 0.0 and room > 0.0
+        flows.append(TierLoad(speeds[number], ages[number], hit_share, kept, writes, useful))
+        promoted += reads * kept
+    return tuple(reversed(flows))
+
+
+def request_classes(
+    load: PlannedLoad, reuse: ReuseModel, flows: Sequence[TierLoad], memory_s: float
+) -> list[RequestClass]:
+    """The classes of every turn; shares add up to 1."""
+    head = load.scenario.traffic.system_tokens
+    in_memory = reuse.hit_share(memory_s)
+    classes = []
+    for turn in load.turns:
+        rest = turn.share
+        if not turn.first:
+            classes.append(RequestClass(turn.share * in_memory, turn.resume_s, turn.context_tokens))
+            rest -= turn.share * in_memory
+            for number, flow in enumerate(flows):
+                if worth_fetching(turn, flow.speed):
+                    share = turn.share * flow.hit_share * flow.kept
+                    rest -= share
+                    context, nbytes = turn.context_tokens, turn.context_bytes
+                    classes.append(RequestClass(share, turn.resume_s, context, number, nbytes))
+        classes.append(RequestClass(rest, turn.compute_s, head))
+    return [kind for kind in classes if kind.share > 0.0]
+
+
+def cold_classes(load: PlannedLoad) -> list[RequestClass]:
+    return [RequestClass(turn.share, turn.cold_s, 0.0) for turn in load.turns]
+
+
+def worth_fetching(turn: TurnKind, speed: TierSpeed) -> bool:
+    """True if an idle tier delivers the context faster than an idle GPU computes it."""
+    return speed.fetch_s(turn.context_bytes) + turn.resume_s < turn.compute_s
+
+
+def _wanted_bytes(turns: Sequence[TurnKind], speed: TierSpeed) -> float:
+    """Average bytes that a tier with all blocks would read for a request."""
+    return sum(
+        turn.share * turn.context_bytes
+        for turn in turns
+        if not turn.first and worth_fetching(turn, speed)
+    )
+
+
+def _room(speed: TierSpeed, writes: float) -> float:
+    """Bytes a second that a tier can read while it writes."""
+    return max(0.0, BUSY_MAX - writes / speed.write_bytes_per_s) * speed.read_bytes_per_s
+
+
 CURVE_POINTS: Final = 120
 REFINEMENTS: Final = 2
 REFINED_POINTS: Final = 17
@@ -108,14 +209,14 @@ class LoadedNode:
     waits: tuple[Wait, ...]
     classes: list[RequestClass]
     gpu: Wait | None
-    """None where more comes than the GPUs can do."""
+    """None if the GPUs are overloaded."""
 
 
 class AnalyticEvaluator:
-    """Evaluates mixes for one scenario and parts list, about a thousand a second."""
+    """Evaluates about a thousand mixes a second for one scenario and parts list."""
 
     def __init__(self, scenario: Scenario, parts: Parts) -> None:
-        """Raises ConfigError for what does not fit together."""
+        """Raises ConfigError if scenario and parts contradict each other."""
         self.load = work_out(scenario, parts)
         self.parts = parts
         self._horizons: dict[tuple[float, float], float] = {}
@@ -144,7 +245,7 @@ class AnalyticEvaluator:
         )
 
     def node(self, mix: Mix, nodes: int) -> LoadedNode:
-        """One of `nodes` nodes with this mix: what comes from where, and how long it waits."""
+        """One of `nodes` nodes with this mix: its requests by source, and their waits."""
         load, fleet = self.load, self.load.scenario.fleet
         rate = load.scenario.traffic.requests_per_s / nodes
         if not mix.reuse:
@@ -178,14 +279,14 @@ class AnalyticEvaluator:
         return self._horizons[key]
 
     def _gpu_wait(self, classes: Sequence[RequestClass], rate: float) -> Wait | None:
-        """In front of one copy of the model; None where it cannot keep up."""
+        """The wait for one copy of the model; None if it is overloaded."""
         load = self.load
         decode_s = load.scenario.traffic.answer_tokens * load.engine.decode_token_s
         square = sum(kind.share * (kind.prefill_s + decode_s) ** 2 for kind in classes)
         return wait_for(rate / load.scenario.fleet.replicas, self._gpu_s(classes), square)
 
     def _gpu_busy(self, node: LoadedNode) -> float:
-        """What is asked of the GPUs, as a share of their time; may be more than 1."""
+        """Share of the GPUs' time that is needed; may be above 1."""
         return node.rate / self.load.scenario.fleet.replicas * self._gpu_s(node.classes)
 
     def _gpu_s(self, classes: Sequence[RequestClass]) -> float:
@@ -293,13 +394,13 @@ class AnalyticEvaluator:
 
 
 def _tier_wait(flow: TierLoad, number: int, classes: Sequence[RequestClass], rate: float) -> Wait:
-    """Of reads among themselves; writes take their share of the tier's time."""
-    mine = [kind for kind in classes if kind.tier == number]
-    share = sum(kind.share for kind in mine)
+    """The wait of reads for each other; writes take their share of the tier's time."""
+    reading = [kind for kind in classes if kind.tier == number]
+    share = sum(kind.share for kind in reading)
     if share <= 0.0:
         return NO_WAIT
     idle = 1.0 - flow.write_busy
-    times = [flow.speed.busy_s(kind.nbytes) / idle for kind in mine]
-    mean_s = sum(kind.share * s for kind, s in zip(mine, times, strict=True)) / share
-    square = sum(kind.share * s * s for kind, s in zip(mine, times, strict=True)) / share
+    times = [flow.speed.busy_s(kind.nbytes) / idle for kind in reading]
+    mean_s = sum(kind.share * s for kind, s in zip(reading, times, strict=True)) / share
+    square = sum(kind.share * s * s for kind, s in zip(reading, times, strict=True)) / share
     return wait_for(rate * share, mean_s, square) or NO_WAIT

@@ -1,4 +1,4 @@
-"""How large the KV of a model is: by token, block, context and user, in memory and as stored."""
+"""The size of a model's KV: by token, block, context and user, in memory and as stored."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,24 +9,22 @@ from kvdepot.errors import ConfigError
 from kvdepot.planner.models import Model
 
 CODEC_BITS: Final[Mapping[str, float]] = {"fp8": 8.0, "int8": 8.125, "int4": 4.5}
-"""Bits of one stored element. int8: a 16-bit scale for each 128 elements; int4: for each 32."""
+"""Bits of one stored element. int8 has a 16-bit scale for each 128 elements, int4 for each 32."""
 RAW: Final = "raw"
 TP_SIZES: Final = (1, 2, 4, 8, 16)
-EXISTING_CODECS: Final = (RAW,)
-"""Those that a store has; the others are there to compare with."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageCodec:
-    """How much smaller stored KV is than KV in use. States are stored as they are."""
+    """How KV is compressed for storing. States are stored without a change."""
 
     name: str
     bits: float | None = None
-    """Of one element; None for a codec that is known by its ratio."""
+    """Bits of one element; None for a codec with a ratio."""
     ratio: float = 1.0
 
     def stored_bytes(self, group: KVLayout, nbytes: float) -> float:
-        """What `nbytes` of `group` become; never more than they were."""
+        """The stored size of `nbytes` of `group`, at most `nbytes`."""
         if group.kind == "state":
             return nbytes
         if self.bits is not None:
@@ -35,7 +33,7 @@ class StorageCodec:
 
 
 def find_codec(text: str) -> StorageCodec:
-    """`raw`, one of CODEC_BITS, or a ratio such as 1.4, as measured on one's own data."""
+    """`raw`, one of CODEC_BITS, or a measured ratio such as 1.4."""
     if text == RAW:
         return StorageCodec(RAW)
     if text in CODEC_BITS:
@@ -50,18 +48,6 @@ def find_codec(text: str) -> StorageCodec:
     return StorageCodec(text, ratio=ratio)
 
 
-def existing_codec(text: str) -> str:
-    """`text` where kvdepot stores blocks so. ConfigError for codecs that can only be imagined."""
-    find_codec(text)
-    if text not in EXISTING_CODECS:
-        raise ConfigError(
-            "codec",
-            f"{text} cannot be bought: kvdepot stores blocks as they are ({RAW})",
-            hint=f"kvdepot size --codec {text} shows what it would save",
-        )
-    return text
-
-
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """The KV of one model, as laid out and stored."""
@@ -73,12 +59,12 @@ class Footprint:
 
     @property
     def bytes_per_token(self) -> int:
-        """What prefill writes for a token: every attention layer, windows or not."""
+        """Bytes that prefill writes for a token, in all attention layers."""
         return sum(group.bytes_per_token for group in self.layout.groups)
 
     @property
     def growth_bytes_per_token(self) -> int:
-        """What a token adds to a long context: layers with windows forget as much."""
+        """Bytes that a token adds to a long context; layers with windows do not grow."""
         return self.layout.bytes_per_token
 
     @property
@@ -88,17 +74,17 @@ class Footprint:
 
     @property
     def state_bytes(self) -> int:
-        """State-space layers' snapshot; one for each block boundary that is kept."""
+        """One snapshot of the state-space layers."""
         return sum(group.block_bytes for group in self.layout.groups if group.kind == "state")
 
     @property
     def gpu_bytes_per_token(self) -> int:
-        """What prefill writes for a token on one GPU of `tp`. A latent is whole on each."""
+        """Bytes that prefill writes for a token on one GPU of `tp`. A latent is whole on each."""
         attention = [group for group in self.layout.groups if group.kind != "state"]
         return sum(group.shard(0, self.tp).bytes_per_token for group in attention)
 
     def context_bytes(self, tokens: int) -> int:
-        """What must be there to go on after `tokens` tokens."""
+        """Bytes that are needed to continue after `tokens` tokens."""
         return self.layout.context_bytes(tokens)
 
     def stored_context_bytes(self, tokens: int) -> float:
@@ -116,12 +102,12 @@ def footprint_of(
     codec: str = RAW,
     tp: int = 1,
 ) -> Footprint:
-    """Raises ConfigError for a config, codec or number of shards that does not work."""
+    """Raises ConfigError for an invalid config, codec or number of shards."""
     if tp < 1:
         raise ConfigError("tp", f"must be at least 1, got {tp}")
     found = Footprint(model.layout(dtype=dtype, block_tokens=block_tokens), find_codec(codec), tp)
     try:
-        found.gpu_bytes_per_token  # noqa: B018  heads that do not divide are told now
+        found.gpu_bytes_per_token  # noqa: B018  raises for heads that do not divide
     except ConfigError as error:
         reason = str(error).removeprefix(f"{error.path}: ")
         fitting = [size for size in TP_SIZES if _divides(found.layout, size)]

@@ -1,7 +1,7 @@
-"""A model to plan for: by name from the table of well-known models, or by its config.json.
+"""Models, by name from the table of well-known models, or by their config.json.
 
-The table, models.toml, has the few numbers that KV and prefill depend on; it says where they come
-from. A config.json at hand is the better source.
+The table, models.toml, has the numbers that KV and prefill depend on, with their sources. Use a
+config.json if you have it.
 """
 
 import difflib
@@ -33,7 +33,7 @@ _SHAPE: Final = ("num_hidden_layers", "num_attention_heads", "num_key_value_head
 
 
 def _known_model(repository: str, types: Mapping[str, Any], facts: dict[str, Any]) -> KnownModel:
-    """One line of models.toml, which says what the fields mean."""
+    """One line of models.toml; the file describes the fields."""
     family, aliases = facts.pop("family"), tuple(facts.pop("aliases", ()))
     whole, *active = facts.pop("billions")
     sizes = dict(zip(_SHAPE, facts.pop("shape"), strict=True))
@@ -55,19 +55,19 @@ KNOWN_MODELS: Final = _shipped()
 
 
 _TUNED: Final = ("-instruct", "-chat", "-base", "-it", "-hf", "-pt")
-"""Endings that say how a model was tuned, which changes nothing here."""
+"""Endings of names that have no effect on KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     name: str
     source: str
-    """Where the numbers come from."""
+    """The source of the numbers."""
     config: Mapping[str, Any]
     parameters: float | None = None
-    """Weights in all; None for a config.json, which does not say."""
+    """All weights; None for a config.json, which does not have the number."""
     active_parameters: float | None = None
-    """Weights that work on one token."""
+    """Weights that are used for one token."""
 
     def layout(
         self, *, dtype: DType | None = None, block_tokens: int = DEFAULT_BLOCK_TOKENS
@@ -79,10 +79,10 @@ class Model:
 
 
 def find_model(text: str) -> Model:
-    """The model that `text` names: a config.json, a directory with one, or a well-known name.
+    """`text` is a config.json, a directory with one, or a well-known name.
 
-    Raises ConfigError for a file that cannot be read and, with the nearest names, for a name that
-    is not known.
+    Raises ConfigError for a file that cannot be read and, with the nearest names, for an unknown
+    name.
     """
     path = Path(text)
     if path.is_dir():
@@ -124,7 +124,7 @@ def _by_name() -> dict[str, KnownModel]:
 
 
 def _plain(name: str) -> str:
-    """`name` as it is compared: lower case, without separators, dates and how it was tuned."""
+    """`name` for comparing: lower case, without separators, dates and endings."""
     plain = name.strip().lower().replace("_", "-").replace(" ", "-").removesuffix("-2507")
     for ending in _TUNED:
         plain = plain.removesuffix(ending)

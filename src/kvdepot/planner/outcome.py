@@ -1,16 +1,16 @@
-"""What a mix of tiers does for a scenario, what it costs, and what limits it. Pure."""
+"""The performance of a mix of tiers in a scenario, its cost, and its bottleneck. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from kvdepot.planner.parts import GPU, Device, Parts
-from kvdepot.planner.scenario import Goal, Scenario
+from kvdepot.planner.scenario import Goal
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What one node has: units of each tier, in the order of the parts list."""
+    """Units of each tier of one node, in the order of the parts list."""
 
     units: tuple[int, ...]
     reuse: bool = True
@@ -23,11 +23,11 @@ class TierUse:
     units: int
     capacity_bytes: float
     hit_share: float
-    """Of all prompt tokens, those that come from here."""
+    """Share of all prompt tokens that come from this tier."""
     horizon_s: float
-    """What was used within this time is still here."""
+    """A block that was used within this time is still in the tier."""
     useful: bool
-    """Whether anything comes sooner from here than it could be computed."""
+    """True if fetching from this tier is faster than computing."""
     read_busy: float
     write_busy: float
     """Shares of its time, in the busy hours."""
@@ -40,12 +40,12 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of the whole fleet."""
+    """The cost of the whole fleet."""
 
     price: float
-    """Of everything that is bought once."""
+    """Everything that is bought once."""
     store_price: float
-    """The part of it that is for tiers."""
+    """The part of `price` that is for tiers."""
     per_hour: float
     """The sum of the four below."""
     per_million_tokens: float
@@ -61,7 +61,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class MixOutcome:
-    """What was found out. Times are None where more comes than can be served."""
+    """The performance of a mix. Times are None if the fleet is overloaded."""
 
     mix: Mix
     nodes: int
@@ -70,37 +70,32 @@ class MixOutcome:
     ttft_p95_s: float | None
     ttft_p99_s: float | None
     where: dict[str, float]
-    """The mean time to the first token, by what it goes into."""
+    """The parts of the mean time to the first token."""
     gpu_busy: float
-    """What is asked of the GPUs, as a share of their time; more than 1 is more than they have."""
+    """Share of the GPUs' time that is needed; above 1 they are overloaded."""
     hit_share: float
-    """Of all prompt tokens, those that are not computed."""
+    """Share of all prompt tokens that are not computed."""
     gpu_memory_hit_share: float
     retention_s: float
-    """How long a talk is kept where fetching it is still sooner than computing it."""
+    """How long conversations are kept in a tier that is faster than computing."""
     tiers: tuple[TierUse, ...]
     cost: Cost
 
     def misses(self, goal: Goal) -> tuple[str, ...]:
-        """The goals that are not reached: `ttft_p95`, `retention`, or neither."""
+        """The goals that are not reached, of `ttft_p95` and `retention`."""
         late = self.ttft_p95_s is None or self.ttft_p95_s > goal.ttft_p95
         short = self.retention_s < goal.retention
         return ("ttft_p95",) * late + ("retention",) * short
 
 
-class Evaluate(Protocol):
-    """Says what a mix does on `nodes` nodes. The analytic model is one, a simulator another."""
-
-    def __call__(self, mix: Mix, nodes: int) -> MixOutcome: ...
-
-
-Evaluator = Callable[[Scenario, Parts], Evaluate]
+Evaluate = Callable[[Mix, int], MixOutcome]
+"""Says what a mix does on a number of nodes."""
 
 
 HOURS_A_YEAR: Final = 8760.0
 HOURS_A_MONTH: Final = 730.0
 ENDURANCE_YEARS: Final = 5.0
-"""What a drive's writes a day are promised for."""
+"""The years for which a drive's writes a day are guaranteed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +123,7 @@ class Servers:
     gpus_per_node: int
     nodes: int
     gpu_power_w: float
-    """One GPU's, on average."""
+    """Average of one GPU."""
 
 
 def cost_of(parts: Parts, servers: Servers, tiers: list[UsedTier], tokens_per_hour: float) -> Cost:
@@ -165,7 +160,7 @@ def cost_of(parts: Parts, servers: Servers, tiers: list[UsedTier], tokens_per_ho
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What takes the largest part of the mean time to first token."""
+    """The largest part of the mean time to first token."""
 
     name: str
     share: float
@@ -174,7 +169,7 @@ class Bottleneck:
 
 def bottleneck(outcome: MixOutcome) -> Bottleneck:
     if outcome.ttft_mean_s is None:
-        reason = f"{outcome.gpu_busy:.0%} of their time is asked for; only hits or more GPUs help"
+        reason = f"{outcome.gpu_busy:.0%} of their time is needed; only hits or more GPUs help"
         return Bottleneck("GPUs", 1.0, reason)
     name = max(outcome.where, key=lambda part: outcome.where[part])
     share = outcome.where[name] / outcome.ttft_mean_s
@@ -185,11 +180,11 @@ def _reason(name: str, outcome: MixOutcome) -> str:
     computed = f"{1 - outcome.hit_share:.0%} of the prompt tokens"
     match name:
         case "prefill":
-            return f"{computed} are new or no longer kept, and have to be computed"
+            return f"{computed} are new or were evicted, and are computed"
         case "GPU queue":
             return f"the GPUs are busy {outcome.gpu_busy:.0%} of the time, with {computed}"
         case "first step":
-            return "all weights pass through the GPU once for a token: faster GPU memory helps"
+            return "the GPU reads all weights once for a token; faster GPU memory helps"
     use = max(outcome.tiers, key=lambda one: (one.read_busy + one.write_busy, one.hit_share))
     what = {"units": f"its {use.units} units", "network": "the node's network"}
     limit = what.get(use.limited_by, "the links into the GPUs")

@@ -1,4 +1,4 @@
-"""The parts list: what can be bought, what it costs and what it does."""
+"""The parts list: GPUs, servers and devices with their prices and speeds."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -12,7 +12,7 @@ from kvdepot.errors import ConfigError
 
 
 def check_numbers(value: object, *, may_be_zero: Collection[str], path: str = "") -> None:
-    """Raises ConfigError, with the dotted name, for a number below 0; for 0 unless it may be."""
+    """ConfigError with the dotted name for a negative number, and for 0 unless it is allowed."""
     items: Mapping[str, object] = {}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
@@ -29,7 +29,6 @@ def check_numbers(value: object, *, may_be_zero: Collection[str], path: str = ""
 
 Bytes = Annotated[int, Unit.BYTES]
 Seconds = Annotated[float, Unit.SECONDS]
-PREFIX: Final = "KVDEPOT_PARTS_"
 _MAY_BE_ZERO: Final = {
     "counts",
     "electricity_per_kwh",
@@ -51,7 +50,7 @@ _MAY_BE_ZERO: Final = {
 class GPU:
     memory: Bytes
     flops: float
-    """Dense operations a second in the type that prefill computes in."""
+    """Dense operations a second in the data type of prefill."""
     memory_bandwidth: Bytes
     link: Bytes
     """Bytes a second from the host into one GPU."""
@@ -73,7 +72,7 @@ class Host:
     price: float
     power_w: float
     network: Bytes
-    """Bytes a second to what is not in the server."""
+    """Bytes a second to devices outside the server."""
     source: str = ""
 
 
@@ -90,27 +89,27 @@ class Device:
     latency: Seconds
     power_w: float
     counts: tuple[int, ...]
-    """The numbers of units that a node may have."""
+    """Possible numbers of units of a node."""
     slot_price: float = 0.0
-    """One unit's share of what it is plugged into."""
+    """One unit's share of the price of its slot, such as an enclosure."""
     price_per_tb_month: float = 0.0
     price_per_million_reads: float = 0.0
-    """Requests, each of `request` bytes at most."""
+    """A request moves at most `request` bytes."""
     price_per_million_writes: float = 0.0
     price_per_tb_read: float = 0.0
-    """For bytes that leave the provider's network."""
+    """Bytes that leave the provider's network."""
     request: Bytes = 8 << 20
-    """What one request moves; the `object` tier reads 8 MiB at a time where there is so much."""
+    """The most bytes of one request."""
     seek: Seconds = 0.0
-    """Before each run of bytes that lie together."""
+    """Time before each contiguous read or write."""
     writes_per_day: float = 0.0
-    """How often the whole unit may be written each day for five years; 0: no limit."""
+    """Full writes of the unit a day, for five years; 0: no limit."""
     remote: bool = False
     """Reached over the node's network."""
     source: str = ""
 
     def traffic_price(self, read_bytes: float, written_bytes: float) -> float:
-        """What moving so many bytes costs, beside the room for them."""
+        """The price of requests and traffic for these bytes."""
         requests = read_bytes * self.price_per_million_reads
         requests += written_bytes * self.price_per_million_writes
         return requests / self.request / 1e6 + read_bytes / 1e12 * self.price_per_tb_read
@@ -120,7 +119,7 @@ class Device:
 class Parts:
     currency: str
     years: float
-    """Over which prices are written off."""
+    """Years over which prices are written off."""
     electricity_per_kwh: float
     pue: float
     """Watts at the meter for each watt in the rack."""
@@ -137,24 +136,21 @@ class Parts:
 
 
 def load_parts(
-    path: Path | str | None = None,
-    *,
-    env: Mapping[str, str] | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    path: Path | str | None = None, *, overrides: Mapping[str, Any] | None = None
 ) -> Parts:
-    """The list in `path`, or the shipped one. Raises ConfigError that names what is wrong."""
+    """The list in `path`, or the shipped one. ConfigError names what is invalid."""
     if path is not None:
-        return _load(path, env or {}, overrides or {})
+        return _load(path, overrides or {})
     with resources.as_file(resources.files(__package__).joinpath("parts.toml")) as shipped:
-        return _load(shipped, env or {}, overrides or {})
+        return _load(shipped, overrides or {})
 
 
 def shipped_parts() -> str:
     return resources.files(__package__).joinpath("parts.toml").read_text("utf-8")
 
 
-def _load(path: Path | str, env: Mapping[str, str], overrides: Mapping[str, Any]) -> Parts:
-    parts = load_tree(Parts, path, prefix=PREFIX, env=env, overrides=overrides)
+def _load(path: Path | str, overrides: Mapping[str, Any]) -> Parts:
+    parts = load_tree(Parts, path, prefix="", env={}, overrides=overrides)
     check_numbers(parts, may_be_zero=_MAY_BE_ZERO)
     if not parts.gpus:
         raise ConfigError("gpus", "there is no GPU in the parts list")
@@ -174,13 +170,13 @@ class TierSpeed:
     name: str
     capacity_bytes: float
     read_bytes_per_s: float
-    """All units together, behind what they are reached through."""
+    """All units together, limited by links and network."""
     write_bytes_per_s: float
     stream_bytes_per_s: float
-    """What one request sees when it is alone: no more than its GPUs' links take."""
+    """The rate of a single request, limited by the links of its GPUs."""
     latency_s: float
     limited_by: str
-    """What sets the read rate: `units`, `network` or `GPU link`."""
+    """The limit of the read rate: `units`, `network` or `GPU link`."""
 
     def fetch_s(self, nbytes: float) -> float:
         return self.latency_s + nbytes / self.stream_bytes_per_s
@@ -191,10 +187,10 @@ class TierSpeed:
 
 @dataclass(frozen=True, slots=True)
 class DataPath:
-    """What stands between a node's tiers and its GPUs."""
+    """The links between the tiers and the GPUs of a node."""
 
     contiguous_bytes: float
-    """Bytes that lie together on a unit: a block."""
+    """Contiguous bytes on a unit: a block."""
     links: float
     """Bytes a second into all GPUs of the node."""
     link: float
@@ -203,7 +199,7 @@ class DataPath:
 
 
 def tier_speed(name: str, device: Device, units: int, path: DataPath) -> TierSpeed:
-    """`units` of `device` with blocks spread over all of them."""
+    """The speed of `units` of `device`, with blocks spread over all of them."""
     limits = {
         "units": units * _rate(device.read, device.seek, path.contiguous_bytes),
         "GPU link": path.links,
@@ -226,5 +222,5 @@ def tier_speed(name: str, device: Device, units: int, path: DataPath) -> TierSpe
 
 
 def _rate(bandwidth: float, seek_s: float, contiguous_bytes: float) -> float:
-    """Bytes a second when each run of bytes costs a seek first."""
+    """Bytes a second with a seek before each contiguous read."""
     return contiguous_bytes / (seek_s + contiguous_bytes / bandwidth)

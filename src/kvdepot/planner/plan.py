@@ -1,4 +1,4 @@
-"""A plan: the mix to buy, what it is compared with, what it depends on, what to buy next."""
+"""A plan: the mix to buy, its alternatives and savings, uncertain inputs, the next purchase."""
 
 import itertools
 import math
@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from kvdepot.planner.analytic import AnalyticEvaluator
 from kvdepot.planner.outcome import (
+    HOURS_A_MONTH,
     HOURS_A_YEAR,
     Bottleneck,
     Evaluate,
-    Evaluator,
     Mix,
     MixOutcome,
     bottleneck,
@@ -20,11 +20,14 @@ from kvdepot.planner.parts import Parts
 from kvdepot.planner.scenario import Goal, Scenario
 
 NODES_FACTOR_MAX: Final = 64
-"""More nodes than this many times those given are not tried."""
+"""Up to this many times the given nodes are tried."""
 GPU_MEMORY_ONLY: Final = "GPU memory only"
-"""The way to serve without kvdepot."""
+"""Serving without kvdepot: an engine reuses what its GPU memory still has."""
+CHOSEN: Final = "chosen"
 OVERLOADED: Final = 1e9
-"""Stands for a time that does not exist, where outcomes are ordered."""
+"""The p95 of an overloaded fleet, for ordering."""
+WORTH: Final = 0.005
+"""The least relative change of the mean time that counts."""
 
 
 def all_mixes(parts: Parts) -> list[Mix]:
@@ -33,19 +36,19 @@ def all_mixes(parts: Parts) -> list[Mix]:
 
 
 def late_s(outcome: "MixOutcome | SwingEnd") -> float:
-    """The 95th percentile; OVERLOADED where there is none."""
+    """The 95th percentile; OVERLOADED without one."""
     return OVERLOADED if outcome.ttft_p95_s is None else outcome.ttft_p95_s
 
 
 def shortfall(outcome: MixOutcome, goal: Goal) -> float:
-    """How far the worse of the two goals is missed, as a logarithm; 0 where both are reached."""
+    """How far the worse of the two goals is missed, as a logarithm; 0 if both are reached."""
     late = math.log(late_s(outcome) / goal.ttft_p95)
     short = math.log(goal.retention / max(outcome.retention_s, 1e-9)) if goal.retention else 0.0
     return max(0.0, late, short)
 
 
 def best(outcomes: Sequence[MixOutcome], goal: Goal) -> MixOutcome:
-    """The cheapest that reaches the goals; if none does, the closest."""
+    """The cheapest mix that reaches the goals; if none does, the closest."""
     return min(
         outcomes,
         key=lambda one: (shortfall(one, goal), one.cost.per_hour, late_s(one), one.mix.units),
@@ -55,7 +58,7 @@ def best(outcomes: Sequence[MixOutcome], goal: Goal) -> MixOutcome:
 def frontier(outcomes: Sequence[MixOutcome], goal: Goal) -> list[MixOutcome]:
     """Mixes that no other beats in both cost and p95, the cheapest first.
 
-    Only those that keep talks long enough count, unless there are none.
+    Only mixes that reach the retention count, unless there are none.
     """
     served = [one for one in outcomes if one.ttft_p95_s is not None]
     long_enough = [one for one in served if one.retention_s >= goal.retention]
@@ -67,7 +70,7 @@ def frontier(outcomes: Sequence[MixOutcome], goal: Goal) -> list[MixOutcome]:
 
 
 def enough_nodes(evaluate: Evaluate, mix: Mix, nodes: int, goal: Goal) -> MixOutcome | None:
-    """The mix on the fewest nodes that reach the p95; None where no number of them does."""
+    """The mix on the fewest nodes that reach the p95; None if no number of nodes does."""
 
     def reaches(count: int) -> bool:
         return late_s(evaluate(mix, count)) <= goal.ttft_p95
@@ -83,19 +86,15 @@ def enough_nodes(evaluate: Evaluate, mix: Mix, nodes: int, goal: Goal) -> MixOut
     return evaluate(mix, high)
 
 
-WORTH: Final = 0.005
-"""The least change of the mean time that is worth a word."""
-
-
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """One step more of one part, for every node; or one node more."""
+    """One step more of one part for every node, or one node more."""
 
     part: str
     units: int
-    """More of it, on each node."""
+    """Additional units on each node."""
     money: float
-    """Over the years that prices are written off: price, power and rent."""
+    """Price, power and rent over the years of the parts list."""
     ttft_mean_s: float | None
     ttft_p95_s: float | None
     retention_s: float
@@ -104,7 +103,7 @@ class Purchase:
 
 
 def purchases(evaluate: Evaluate, parts: Parts, chosen: MixOutcome) -> list[Purchase]:
-    """One step more of everything that can still be bought, what saves most for its money first."""
+    """One step more of every part, the one that saves most for its money first."""
     found = []
     for index, (name, device) in enumerate(parts.tiers.items()):
         have = chosen.mix.units[index]
@@ -124,12 +123,11 @@ def _purchase(
 ) -> Purchase:
     money = (after.cost.per_hour - before.cost.per_hour) * parts.years * HOURS_A_YEAR
     saved_ms = 0.0
-    if before.ttft_mean_s is not None and after.ttft_mean_s is not None:
-        saved_ms = (before.ttft_mean_s - after.ttft_mean_s) * 1000.0
-        if saved_ms < WORTH * before.ttft_mean_s * 1000.0:
-            saved_ms = 0.0
-    elif after.ttft_mean_s is not None:
-        saved_ms = 1e9
+    if after.ttft_mean_s is not None:
+        if before.ttft_mean_s is None:
+            saved_ms = 1e9
+        elif before.ttft_mean_s - after.ttft_mean_s >= WORTH * before.ttft_mean_s:
+            saved_ms = (before.ttft_mean_s - after.ttft_mean_s) * 1000.0
     return Purchase(
         part=part,
         units=units,
@@ -141,29 +139,12 @@ def _purchase(
     )
 
 
-def worth_buying(found: Sequence[Purchase]) -> Purchase | None:
-    """The purchase that saves most for its money; None where nothing saves anything."""
-    return found[0] if found and found[0].saved_ms_per_1000 > 0.0 else None
-
-
 def empty_mix(parts: Parts, *, reuse: bool = True) -> Mix:
-    """Nothing but GPU memory; without reuse, not even that."""
+    """GPU memory alone; without reuse not even that."""
     return Mix((0,) * len(parts.tiers), reuse)
 
 
 Change = Callable[[Scenario, Parts, float], tuple[Scenario, Parts]]
-
-
-@dataclass(frozen=True, slots=True)
-class Uncertain:
-    """An input, how far off it may be, and why."""
-
-    name: str
-    low: float
-    high: float
-    """Factors on the value that was given."""
-    why: str
-    change: Change
 
 
 def _traffic(name: str) -> Change:
@@ -200,6 +181,17 @@ def _devices(*names: str, kind: type[int] | type[float]) -> Change:
     return change
 
 
+@dataclass(frozen=True, slots=True)
+class Uncertain:
+    """An input, its range as factors of the given value, and why it is uncertain."""
+
+    name: str
+    low: float
+    high: float
+    why: str
+    change: Change
+
+
 UNCERTAIN: Final = (
     Uncertain(
         "prefill speed",
@@ -210,11 +202,15 @@ UNCERTAIN: Final = (
     ),
     Uncertain("requests a second", 0.7, 1.5, "a forecast", _traffic("requests_per_s")),
     Uncertain(
-        "length of what a talk begins with", 0.5, 2.0, "contexts grow", _traffic("history_tokens")
+        "tokens at the beginning of a conversation",
+        0.5,
+        2.0,
+        "contexts grow",
+        _traffic("history_tokens"),
     ),
-    Uncertain("how long pauses last", 0.33, 3.0, "rarely measured", _traffic("return_gap")),
+    Uncertain("length of pauses", 0.33, 3.0, "rarely measured", _traffic("return_gap")),
     Uncertain(
-        "share of talks taken up again", 0.5, 2.0, "rarely measured", _traffic("return_share")
+        "share of conversations that return", 0.5, 2.0, "rarely measured", _traffic("return_share")
     ),
     Uncertain(
         "speed of memory and drives",
@@ -243,9 +239,9 @@ class SwingEnd:
     retention_s: float
     misses: tuple[str, ...]
     cheapest: Mix
-    """Of the mixes on the frontier, the one that would be chosen then."""
+    """The mix of the frontier that would be chosen."""
     reached: bool
-    """Whether that one reaches the goals."""
+    """True if `cheapest` reaches the goals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,42 +255,35 @@ class Swing:
 
 
 def swings(
-    evaluator: Evaluator,
-    scenario: Scenario,
-    parts: Parts,
-    chosen: MixOutcome,
-    line: Sequence[MixOutcome],
+    scenario: Scenario, parts: Parts, chosen: MixOutcome, line: Sequence[MixOutcome]
 ) -> list[Swing]:
-    """Every uncertain input that matters here, the one with the largest effect first."""
+    """The uncertain inputs, the one with the largest effect first."""
     mixes = list(dict.fromkeys([chosen.mix, *(one.mix for one in line)]))
+
+    def end(one: Uncertain, factor: float) -> SwingEnd:
+        changed, list_then = one.change(scenario, parts, factor)
+        evaluate = AnalyticEvaluator(changed, list_then)
+        outcomes = [evaluate(mix, chosen.nodes) for mix in mixes]
+        then, cheapest = outcomes[0], best(outcomes, changed.goal)
+        return SwingEnd(
+            factor=factor,
+            ttft_p95_s=then.ttft_p95_s,
+            per_million_tokens=then.cost.per_million_tokens,
+            retention_s=then.retention_s,
+            misses=then.misses(changed.goal),
+            cheapest=cheapest.mix,
+            reached=not cheapest.misses(changed.goal),
+        )
+
     found = []
     for one in UNCERTAIN:
-        ends = []
-        for factor in (one.low, one.high):
-            changed = one.change(scenario, parts, factor)
-            ends.append(_end(evaluator(*changed), changed[0], factor, mixes, chosen.nodes))
+        low, high = end(one, one.low), end(one, one.high)
         effect = max(
-            abs(math.log(late_s(ends[1]) / late_s(ends[0]))),
-            abs(math.log(ends[1].per_million_tokens / ends[0].per_million_tokens)),
+            abs(math.log(late_s(high) / late_s(low))),
+            abs(math.log(high.per_million_tokens / low.per_million_tokens)),
         )
-        found.append(Swing(one.name, one.why, ends[0], ends[1], effect))
+        found.append(Swing(one.name, one.why, low, high, effect))
     return sorted(found, key=lambda swing: -swing.effect)
-
-
-def _end(
-    evaluate: Evaluate, scenario: Scenario, factor: float, mixes: Sequence[Mix], nodes: int
-) -> SwingEnd:
-    outcomes = [evaluate(mix, nodes) for mix in mixes]
-    chosen, cheapest = outcomes[0], best(outcomes, scenario.goal)
-    return SwingEnd(
-        factor=factor,
-        ttft_p95_s=chosen.ttft_p95_s,
-        per_million_tokens=chosen.cost.per_million_tokens,
-        retention_s=chosen.retention_s,
-        misses=chosen.misses(scenario.goal),
-        cheapest=cheapest.mix,
-        reached=not cheapest.misses(scenario.goal),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +293,24 @@ class Alternative:
     name: str
     outcome: MixOutcome
     enough: MixOutcome | None
-    """On the fewest nodes that reach the p95; None where no number of them does."""
+    """On the fewest nodes that reach the p95; None if no number of nodes does."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSavings:
+    """The plan against serving without kvdepot, both on the fewest nodes that reach the p95."""
+
+    nodes_without: int
+    nodes_with: int
+    gpus_saved: int
+    """Negative: GPUs that are needed in addition."""
+    per_month: float
+    """All in: prices written off, power, rent. Negative: the plan costs more, and is faster."""
+    store_price: float
+    """Price of memory and drives for these nodes."""
+    payback_months: float | None
+    """Until the savings have paid for memory and drives; None: never."""
+    power_saved_w: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,30 +320,47 @@ class Plan:
     tried: int
     chosen: MixOutcome
     misses: tuple[str, ...]
-    """Goals that no mix reaches; `chosen` is then the closest."""
+    """Goals that no mix reaches; `chosen` is then the closest mix."""
     fastest_s: float | None
-    """The lowest p95 of any mix."""
+    """The lowest p95 of all mixes."""
     longest_s: float
-    """The longest retention of any mix."""
+    """The longest retention of all mixes."""
     frontier: list[MixOutcome]
     alternatives: list[Alternative]
     bottleneck: Bottleneck
     next: list[Purchase]
     swings: list[Swing]
 
+    def savings(self) -> PlanSavings | None:
+        """None if a side cannot reach the p95 with any number of nodes."""
+        enough = {one.name: one.enough for one in self.alternatives}
+        without, chosen = enough[GPU_MEMORY_ONLY], enough[CHOSEN]
+        if without is None or chosen is None:
+            return None
+        per_hour = without.cost.per_hour - chosen.cost.per_hour
+        # Writing off the store is what has to be paid back, so it does not count against it.
+        earned = (per_hour + chosen.cost.store_per_hour) * HOURS_A_MONTH
+        price = chosen.cost.store_price
+        return PlanSavings(
+            nodes_without=without.nodes,
+            nodes_with=chosen.nodes,
+            gpus_saved=(without.nodes - chosen.nodes) * self.scenario.fleet.gpus_per_node,
+            per_month=per_hour * HOURS_A_MONTH,
+            store_price=price,
+            payback_months=price / earned if earned > 0 else None,
+            power_saved_w=without.cost.power_w - chosen.cost.power_w,
+        )
+
 
 def make_plan(
-    scenario: Scenario,
-    parts: Parts,
-    *,
-    evaluator: Evaluator = AnalyticEvaluator,
-    advance: Callable[[], None] = lambda: None,
+    scenario: Scenario, parts: Parts, *, advance: Callable[[], None] = lambda: None
 ) -> Plan:
-    """Tries every mix of the parts list; `advance` is called after each.
+    """Try every mix of the parts list; `advance` is called after each.
 
-    Raises ConfigError for what does not fit together. Goals that nothing reaches are an answer.
+    Raises ConfigError for inputs that contradict each other. Goals that no mix reaches are not an
+    error.
     """
-    evaluate = evaluator(scenario, parts)
+    evaluate = AnalyticEvaluator(scenario, parts)
     nodes, goal = scenario.fleet.nodes, scenario.goal
     outcomes = []
     for mix in all_mixes(parts):
@@ -345,20 +368,19 @@ def make_plan(
         advance()
     chosen = best(outcomes, goal)
     line = frontier(outcomes, goal)
-    fastest = min(outcomes, key=late_s)
     return Plan(
         scenario=scenario,
         parts=parts,
         tried=len(outcomes),
         chosen=chosen,
         misses=chosen.misses(goal),
-        fastest_s=fastest.ttft_p95_s,
+        fastest_s=min(outcomes, key=late_s).ttft_p95_s,
         longest_s=max(outcome.retention_s for outcome in outcomes),
         frontier=line,
         alternatives=_alternatives(evaluate, scenario, parts, outcomes, chosen),
         bottleneck=bottleneck(chosen),
         next=purchases(evaluate, parts, chosen),
-        swings=swings(evaluator, scenario, parts, chosen, line),
+        swings=swings(scenario, parts, chosen, line),
     )
 
 
@@ -375,15 +397,15 @@ def _alternatives(
         GPU_MEMORY_ONLY: empty_mix(parts),
     }
     for index, name in enumerate(parts.tiers):
-        alone = [one for one in outcomes if _only(one.mix, index)]
+        alone = [
+            one
+            for one in outcomes
+            if all(bool(units) == (at == index) for at, units in enumerate(one.mix.units))
+        ]
         if name in ("dram", "ssd") and alone:
             mixes[f"{name} only"] = best(alone, scenario.goal).mix
-    mixes["chosen"] = chosen.mix
+    mixes[CHOSEN] = chosen.mix
     return [
         Alternative(name, evaluate(mix, nodes), enough_nodes(evaluate, mix, nodes, scenario.goal))
         for name, mix in mixes.items()
     ]
-
-
-def _only(mix: Mix, index: int) -> bool:
-    return all(bool(count) == (number == index) for number, count in enumerate(mix.units))

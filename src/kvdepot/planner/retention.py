@@ -1,8 +1,9 @@
-"""How long a tier keeps KV, and how often it still has what is asked for. Pure.
+"""How long a tier keeps KV, and its hits. Pure.
 
-A tier that drops what was longest unused keeps everything younger than one age, its horizon. The
-bytes younger than an age follow from how talks go on; a tier's size gives its horizon; the gaps
-between turns give the share of turns that come before it (Che's approximation of LRU).
+A tier that evicts the least recently used blocks keeps all blocks younger than one age, its
+horizon. The bytes younger than an age follow from the turns of conversations; the size of a tier
+gives its horizon; the gaps between turns give the share of turns within the horizon (Che's
+approximation of LRU).
 """
 
 import math
@@ -13,7 +14,7 @@ from kvdepot.errors import ConfigError
 
 DAY_S: Final = 86_400.0
 NEVER_S: Final = 1e12
-"""Stands for ever."""
+"""An age without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +49,23 @@ def _normal(z: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ReuseModel:
-    """How the talks of one node fill a tier."""
+    """How the conversations of one node fill a tier."""
 
     requests_per_s: float
     turns: int
     gaps: tuple[TurnGap, ...]
     live_bytes: float
-    """KV of a talk that goes on, on average."""
+    """Average KV of a conversation that continues."""
     final_bytes: float
-    """KV of a talk at its end; it is kept until its age comes, for nothing."""
+    """KV of a conversation at its end; it is kept, without use, until its age is reached."""
     busy_share: float = 1.0
 
     def hit_share(self, age_s: float) -> float:
-        """The share of continued turns that come within `age_s` of the turn before."""
+        """Share of continued turns within `age_s` of the turn before."""
         return sum(gap.share * gap.before(age_s) for gap in self.gaps)
 
     def bytes_within(self, age_s: float) -> float:
-        """Bytes that were used within the last `age_s`, at the end of a day's busy hours."""
+        """Bytes that were used within the last `age_s`, at the end of the busy hours of a day."""
         busy_s = min(age_s, self.busy_share * DAY_S)
         peak = self._bytes_a_request(busy_s)
         return self.requests_per_s * (
@@ -72,7 +73,7 @@ class ReuseModel:
         )
 
     def horizon_s(self, capacity_bytes: float) -> float:
-        """The age up to which a tier of this size keeps everything."""
+        """The age up to which a tier of this size keeps all blocks."""
         if capacity_bytes <= 0:
             return 0.0
         low, high = 0.0, 1.0
@@ -89,7 +90,7 @@ class ReuseModel:
         return low
 
     def _bytes_a_request(self, age_s: float) -> float:
-        """Bytes of a request times the seconds, up to `age_s`, until the next turn of its talk."""
+        """Bytes of a request times the seconds, up to `age_s`, until the next turn."""
         ends = 1.0 / self.turns
         waiting = sum(gap.share * gap.mean_within(age_s) for gap in self.gaps)
         return ends * self.final_bytes * age_s + (1.0 - ends) * self.live_bytes * waiting
@@ -110,7 +111,7 @@ papers give no CXL size: 4 TB is an example."""
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """One tier filled at a steady rate: the age at which a byte leaves that is not used again."""
+    """The age at which a tier that is filled at a steady rate evicts an unused byte."""
 
     tier: str
     capacity_bytes: int

@@ -1,4 +1,4 @@
-"""What to plan for: a model, the GPUs that serve it, its traffic, and what must be reached."""
+"""Scenarios: a model, the GPUs that serve it, its traffic, and the goal."""
 
 import json
 import tomllib
@@ -11,11 +11,9 @@ from typing import Annotated, Any, Final
 from kvdepot.config.loader import Unit, load_tree
 from kvdepot.core.layout import DEFAULT_BLOCK_TOKENS, DType
 from kvdepot.errors import ConfigError
-from kvdepot.planner.footprint import RAW, existing_codec
 from kvdepot.planner.parts import check_numbers
 
 Seconds = Annotated[float, Unit.SECONDS]
-PREFIX: Final = "KVDEPOT_PLAN_"
 _MAY_BE_ZERO: Final = {
     "system_tokens",
     "history_tokens",
@@ -43,43 +41,43 @@ class GpuFleet:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Talks of several turns: each turn brings all that was said before, and a new question."""
+    """Conversations of several turns: each prompt has all earlier turns, and a new question."""
 
     requests_per_s: float
-    """Of the whole fleet in its busy hours."""
+    """Requests of the whole fleet in its busy hours."""
     question_tokens: int
     """New tokens in each turn."""
     answer_tokens: int
     turns: int = 10
-    """Of one talk."""
+    """Turns of one conversation."""
     users: int | None = None
-    """At the same time; gives the gap between turns where `gap` is not given."""
+    """Users at the same time; gives the gap between turns if `gap` is not set."""
     gap: Annotated[float | None, Unit.SECONDS] = None
-    """Mean time from one turn of a talk to its next."""
+    """Mean time from one turn of a conversation to the next."""
     gap_spread: float = 1.0
-    """How far gaps spread around their mean: sigma of their logarithm."""
+    """The spread of gaps around their mean: sigma of their logarithm."""
     return_share: float = 0.0
-    """The share of turns that come after a long pause."""
+    """Share of turns after a long pause."""
     return_gap: Seconds = 0.0
-    """Mean of the long pauses."""
+    """Mean length of long pauses."""
     system_tokens: int = 0
-    """At the head of every prompt, the same for all."""
+    """Tokens at the head of every prompt, the same for all."""
     history_tokens: int = 0
-    """What a talk begins with: documents, code."""
+    """Tokens at the beginning of a conversation, such as documents."""
     busy_share: float = 1.0
-    """The share of each day in which requests come."""
+    """Share of each day with requests."""
 
     @property
     def turn_gap_s(self) -> float:
-        """Mean time between the turns of a talk that is not interrupted."""
+        """Mean time between turns without a long pause."""
         if self.gap is not None:
             return self.gap
         return (self.users or 0) / self.requests_per_s
 
     def context_tokens(self, turn: int) -> int:
-        """What turn `turn`, from 1, brings along of what earlier turns have computed or said."""
-        said = (turn - 1) * (self.question_tokens + self.answer_tokens)
-        return self.system_tokens + self.history_tokens + said
+        """Tokens of earlier turns in the prompt of turn `turn`, from 1."""
+        earlier = (turn - 1) * (self.question_tokens + self.answer_tokens)
+        return self.system_tokens + self.history_tokens + earlier
 
     @property
     def prompt_tokens(self) -> float:
@@ -91,9 +89,9 @@ class Traffic:
 @dataclass(frozen=True, slots=True)
 class Goal:
     ttft_p95: Seconds
-    """95 of 100 first tokens come within this time."""
+    """95 of 100 first tokens within this time."""
     retention: Seconds = 0.0
-    """A talk is kept for this long after its last turn."""
+    """A conversation is kept for this long after its last turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,55 +102,46 @@ class Scenario:
     fleet: GpuFleet = GpuFleet()
     title: str = ""
     dtype: DType | None = None
-    """Of the KV cache; the model's where not given."""
-    codec: str = RAW
+    """Data type of the KV cache; by default the model's."""
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     weight_bytes: float = 2.0
-    """Of one parameter in GPU memory."""
+    """Bytes of one weight in GPU memory."""
     parameters: float | None = None
-    """Weights of the model; needed for a config.json, which does not say."""
+    """Weights of the model; required for a config.json, which does not have the number."""
     active_parameters: float | None = None
-    """Weights that work on one token; all of them where not given."""
+    """Weights that are used for one token; by default all."""
 
 
 def scenario_names() -> tuple[str, ...]:
     return tuple(_shipped())
 
 
-def load_scenario(
-    source: str | None,
-    *,
-    env: Mapping[str, str] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> Scenario:
-    """`source` is a shipped scenario's name, a TOML or JSON file, or None for overrides alone.
+def load_scenario(source: str | None, *, overrides: Mapping[str, Any] | None = None) -> Scenario:
+    """`source` is the name of a shipped scenario, a TOML or JSON file, or None for overrides alone.
 
-    Raises ConfigError that names what is wrong or missing.
+    ConfigError names what is invalid or missing.
     """
-    settings = dict(overrides or {})
-    shipped = _shipped()
+    settings, shipped = dict(overrides or {}), _shipped()
     known = ", ".join(shipped)
     if source is None:
         try:
-            return _load(None, env or {}, settings)
+            return _load(None, settings)
         except ConfigError as error:
             hint = error.hint or f"start from a scenario, which has all settings: {known}"
-            raise ConfigError(
-                error.path, str(error).removeprefix(f"{error.path}: "), hint=hint
-            ) from error
+            reason = str(error).removeprefix(f"{error.path}: ")
+            raise ConfigError(error.path, reason, hint=hint) from error
     if Path(source).suffix == ".json":
-        return _load(None, env or {}, {**_dotted(_read_json(Path(source))), **settings})
+        return _load(None, {**_read_json(Path(source)), **settings})
     if Path(source).is_file() or source.endswith(".toml"):
-        return _load(source, env or {}, settings)
+        return _load(source, settings)
     if source not in shipped:
         raise ConfigError("scenario", f"{source!r} is neither a file nor one of {known}")
-    return _load(None, env or {}, {**_dotted(shipped[source]), **settings})
+    return _load(None, {**shipped[source], **settings})
 
 
-def _load(path: str | None, env: Mapping[str, str], overrides: Mapping[str, Any]) -> Scenario:
-    scenario = load_tree(Scenario, path, prefix=PREFIX, env=env, overrides=overrides)
+def _load(path: str | None, overrides: Mapping[str, Any]) -> Scenario:
+    scenario = load_tree(Scenario, path, prefix="", env={}, overrides=overrides)
     check_numbers(scenario, may_be_zero=_MAY_BE_ZERO)
-    existing_codec(scenario.codec)
     traffic, fleet = scenario.traffic, scenario.fleet
     if fleet.gpus_per_node % fleet.tp:
         raise ConfigError("fleet.tp", f"{fleet.gpus_per_node} GPUs a node do not divide by it")
@@ -162,7 +151,7 @@ def _load(path: str | None, env: Mapping[str, str], overrides: Mapping[str, Any]
         if getattr(traffic, name) > 1:
             raise ConfigError(f"traffic.{name}", "is a share: at most 1")
     if traffic.return_share and not traffic.return_gap:
-        raise ConfigError("traffic.return_gap", "needed where return_share is more than 0")
+        raise ConfigError("traffic.return_gap", "needed if return_share is more than 0")
     return scenario
 
 
@@ -182,14 +171,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _shipped() -> dict[str, Any]:
     text = resources.files(__package__).joinpath("scenarios.toml").read_text("utf-8")
     return tomllib.loads(text)
-
-
-def _dotted(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested tables as one level of dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _dotted(value, f"{path}{name}.")
-        else:
-            flat[f"{path}{name}"] = value
-    return flat

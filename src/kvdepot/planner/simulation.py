@@ -1,21 +1,21 @@
-"""A fleet for the simulator, made of a model and of parts; and what a run of it costs."""
+"""A fleet for the simulator, made of a model and parts, and the cost of a run."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import ceil, inf
+from dataclasses import dataclass, field
+from math import ceil
 from typing import Final
 
 from kvdepot.core.units import parse_bytes
 from kvdepot.errors import ConfigError
-from kvdepot.planner.footprint import RAW, footprint_of
+from kvdepot.planner.footprint import footprint_of
 from kvdepot.planner.models import find_model
 from kvdepot.planner.outcome import Cost, Servers, UsedTier, cost_of, life_years
 from kvdepot.planner.parts import Device, Parts
 from kvdepot.planner.retention import DAY_S
+from kvdepot.planner.scenario import Seconds
 from kvdepot.planner.traffic import Weights, model_on_gpus
 from kvdepot.policy.fetching.speed_models import PrefillPace
 from kvdepot.sim.drives import DriveSpeed
-from kvdepot.sim.fleet import FleetSetup, TierSetup
+from kvdepot.sim.fleet import FleetSetup, RouteName, TierSetup
 from kvdepot.sim.gpu import GpuPace
 from kvdepot.sim.results import Findings
 from kvdepot.sim.tiers import WriteMode
@@ -29,29 +29,43 @@ _HINT: Final = "--tiers dram=512GB,ssd=4,hdd=12: a size, or a number of units of
 
 @dataclass(frozen=True, slots=True)
 class Machines:
+    """The settings of a simulated fleet."""
+
     model: str = "llama-3.1-8b"
+    """A well-known model or a config.json."""
     gpu: str = "h100"
+    """A GPU of the parts list."""
     tp: int = 1
+    """GPUs of one copy of the model."""
     nodes: int = 1
-    workers_per_node: int = 1
-    tiers: Mapping[str, int] | None = None
-    """Units of each tier: of a node, or of all nodes together for the shared ones."""
-    codec: str = RAW
+    copies: int = 1
+    """Copies of the model on a node."""
+    tiers: dict[str, int] = field(default_factory=dict)
+    """Units of each tier: of a node, or of all nodes together for a shared tier."""
     policy: str = "default"
+    """Which blocks are evicted first."""
     write_mode: WriteMode = "through"
-    route: str = "prefix"
+    """`through`: to all tiers at once. `back`: to the next tier on eviction."""
+    route: RouteName = "prefix"
+    """Which copy gets a request: `prefix` or `random`."""
     reuse: bool = True
+    """False: nothing is kept or reused."""
     keeps_memory: bool = True
+    """False: GPU memory keeps the blocks of running requests only."""
     decides: bool = True
+    """False: blocks are also fetched if computing them is faster."""
     chunk_tokens: int = 2048
-    write_backlog_s: float = inf
+    """Tokens of one step of the engine."""
+    write_backlog: Seconds = 1e18
+    """Writes that would wait longer than this are dropped."""
     prefill: PrefillPace | None = None
-    """As measured; worked out of the parts list where not given."""
+    """Measured seconds of a step, of a token, and of a pair of tokens that attend; without it
+    they follow from the parts list."""
     seed: int = 0
 
 
 def parse_tiers(text: str, parts: Parts) -> dict[str, int]:
-    """Units of each tier, the fastest first. Raises ConfigError for what is none."""
+    """Units of each tier, the fastest first. ConfigError names what is invalid."""
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, amount = part.strip().partition("=")
@@ -75,12 +89,12 @@ def _units(amount: str, device: Device) -> int:
 
 
 def fleet_of(machines: Machines, parts: Parts, block_tokens: int) -> FleetSetup:
-    """Raises ConfigError for what does not fit together."""
+    """Raises ConfigError if model, GPUs and tiers contradict each other."""
     gpu, tp = parts.gpu(machines.gpu), machines.tp
     model = find_model(machines.model)
     if model.parameters is None:
-        raise ConfigError("--model", f"{machines.model} does not say how many weights it has")
-    size = footprint_of(model, block_tokens=block_tokens, codec=machines.codec, tp=tp)
+        raise ConfigError("--model", f"{machines.model} does not have the number of weights")
+    size = footprint_of(model, block_tokens=block_tokens, tp=tp)
     weights = Weights(model.parameters, model.active_parameters or model.parameters, 2.0)
     engine = model_on_gpus(model, weights, gpu, tp, 0.0)
     bandwidth = float(gpu.memory_bandwidth * tp)
@@ -104,10 +118,10 @@ def fleet_of(machines: Machines, parts: Parts, block_tokens: int) -> FleetSetup:
         network_bytes_per_s=float(parts.node.network),
         tiers=tuple(
             _tier(name, units, parts.tiers[name], machines)
-            for name, units in (machines.tiers or {}).items()
+            for name, units in machines.tiers.items()
         ),
         nodes=machines.nodes,
-        workers_per_node=machines.workers_per_node,
+        copies=machines.copies,
         policy=machines.policy,
         write_mode=machines.write_mode,
         route=machines.route,
@@ -122,7 +136,7 @@ def _tier(name: str, units: int, device: Device, machines: Machines) -> TierSetu
         write_bytes_per_s=float(device.write),
         latency_s=device.latency,
         seek_s=device.seek,
-        backlog_s=machines.write_backlog_s,
+        backlog_s=machines.write_backlog,
     )
     capacity = float(units * device.unit)
     return TierSetup(
@@ -132,12 +146,12 @@ def _tier(name: str, units: int, device: Device, machines: Machines) -> TierSetu
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What a run draws and costs, if all days are like it."""
+    """Power, writes and cost of a run, if all days are like it."""
 
     gpu_power_w: float
-    """One GPU's, on average."""
+    """Average of one GPU."""
     gpu_energy_kwh: float
-    """All GPUs', for the run."""
+    """All GPUs, for the run."""
     writes_bytes_per_day: dict[str, float]
     """By tier, of all nodes."""
     cost: Cost
@@ -146,11 +160,11 @@ class Bill:
 def bill_of(findings: Findings, machines: Machines, parts: Parts) -> Bill:
     gpu, seconds = parts.gpu(machines.gpu), max(findings.duration_s, 1e-9)
     watts = gpu.average_power_w(findings.gpu_busy)
-    gpus = machines.nodes * machines.workers_per_node * machines.tp
+    gpus = machines.nodes * machines.copies * machines.tp
     writes = {flow.tier: flow.bytes_written / seconds * DAY_S for flow in findings.tiers}
     used = []
     flows = {flow.tier: flow for flow in findings.tiers}
-    for name, units in (machines.tiers or {}).items():
+    for name, units in machines.tiers.items():
         device = parts.tiers[name]
         owners = 1 if name in SHARED else machines.nodes
         life = life_years(device, units * owners, writes[name])
@@ -159,7 +173,7 @@ def bill_of(findings: Findings, machines: Machines, parts: Parts) -> Bill:
         read, written = flow.bytes_read / hours, flow.bytes_written / hours
         used.append(UsedTier(device, units * owners / machines.nodes, life, read, written))
     tokens = (findings.tokens_asked + findings.tokens_answered) / seconds * 3600.0
-    per_node = machines.workers_per_node * machines.tp
+    per_node = machines.copies * machines.tp
     servers = Servers(gpu, per_node, machines.nodes, watts)
     cost = cost_of(parts, servers, used, tokens)
     return Bill(watts, watts * gpus * seconds / 3.6e6, writes, cost)

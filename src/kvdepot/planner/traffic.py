@@ -1,4 +1,4 @@
-"""A scenario in tokens, bytes and seconds, worked out once before any mix is tried."""
+"""A scenario in tokens, bytes and seconds, computed once for all mixes."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -16,12 +16,12 @@ from kvdepot.policy.fetching.speed_models import PrefillPace, attention_work
 class ModelOnGpus:
     pace: PrefillPace
     decode_token_s: float
-    """GPU time that one more token of one more answer takes, beside a batch that runs anyway."""
+    """GPU time of one more token of one more answer in a running batch."""
     free_bytes: float
-    """GPU memory that is left for KV."""
+    """GPU memory for KV."""
 
     def prefill_s(self, new_tokens: float, context_tokens: float) -> float:
-        """Computing `new_tokens` after `context_tokens` that are there: linear, and quadratic."""
+        """Computing `new_tokens` after `context_tokens` that are present: linear, and quadratic."""
         work = attention_work(new_tokens, context_tokens)
         return self.pace.token_s * new_tokens + self.pace.pair_s * work
 
@@ -36,7 +36,7 @@ class Weights:
 
 
 MEMORY_SHARE = 0.9
-"""Of GPU memory, what an engine uses; vLLM's default."""
+"""Share of GPU memory that an engine uses; vLLM's default."""
 
 
 def model_on_gpus(
@@ -45,7 +45,7 @@ def model_on_gpus(
     """An engine on `tp` GPUs. `context_bytes`: KV that a token of an answer has to read.
 
     Layers with a window cost the same for each token, once the context is longer. Raises
-    ConfigError where the weights do not fit.
+    ConfigError if the weights do not fit.
     """
     flops = gpu.flops * gpu.efficiency * tp
     costs = model.attention_costs()
@@ -68,23 +68,23 @@ def model_on_gpus(
 
 
 TURNS_MAX: Final = 8
-"""Talks of more turns are represented by this many."""
+"""Conversations with more turns are represented by this many."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnKind:
     share: float
-    """Of all requests."""
+    """Share of all requests."""
     first: bool
     context_tokens: int
     context_bytes: float
-    """As stored: what a tier has to deliver."""
+    """Stored bytes that a tier has to deliver."""
     compute_s: float
-    """Prefill when only the shared head is there."""
+    """Prefill if only the shared head is present."""
     resume_s: float
-    """Prefill when all of the context is there but half a block."""
+    """Prefill if all of the context is present but half a block."""
     cold_s: float
-    """Prefill when nothing is there."""
+    """Prefill without any hit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +105,11 @@ class PlannedLoad:
 
 
 def work_out(scenario: Scenario, parts: Parts) -> PlannedLoad:
-    """Raises ConfigError for what does not fit together."""
+    """Raises ConfigError if scenario and parts contradict each other."""
     traffic, fleet = scenario.traffic, scenario.fleet
     model, gpu = find_model(scenario.model), parts.gpu(fleet.gpu)
     size = footprint_of(
-        model,
-        dtype=scenario.dtype,
-        block_tokens=scenario.block_tokens,
-        codec=scenario.codec,
-        tp=fleet.tp,
+        model, dtype=scenario.dtype, block_tokens=scenario.block_tokens, tp=fleet.tp
     )
     weights = _weights(scenario, model)
     longest = traffic.context_tokens(traffic.turns + 1)
@@ -145,7 +141,7 @@ def _weights(scenario: Scenario, model: Model) -> Weights:
     if parameters is None:
         raise ConfigError(
             "parameters",
-            f"{scenario.model} does not say how many weights the model has",
+            f"{scenario.model} does not have the number of weights",
             hint="--set parameters=8e9, and active_parameters for a mixture of experts",
         )
     active = scenario.active_parameters or (
@@ -155,7 +151,7 @@ def _weights(scenario: Scenario, model: Model) -> Weights:
 
 
 def _turns(traffic: Traffic, size: Footprint, engine: ModelOnGpus) -> list[TurnKind]:
-    """The first turn, and the others by up to TURNS_MAX that stand for as many each."""
+    """The first turn, and up to TURNS_MAX that represent the others in equal parts."""
     later = traffic.turns - 1
     count = min(later, TURNS_MAX)
     numbers = [1] + [2 + int((index + 0.5) * later / count) for index in range(count)]

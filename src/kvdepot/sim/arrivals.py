@@ -1,48 +1,45 @@
-"""When requests come: at the times of a trace, or as users ask on when they were answered, or so
-many at a time."""
+"""Arrival times: those of a trace, of users who ask one question after the other, or of a fixed
+number of requests in flight."""
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
 from typing import Protocol
 
 import numpy as np
 
-from kvdepot.errors import ConfigError
 from kvdepot.sim.workload import NO_PARENT, PromptRequest, Workload
 
 
 class ArrivalTimes(Protocol):
-    """Numbers of requests of a workload, and when they come."""
+    """The arrival times of a workload's requests, by number."""
 
     def first(self) -> Iterator[tuple[float, int]]:
-        """What comes whatever is answered."""
+        """Requests that do not depend on answers."""
         ...
 
     def after(self, number: int, asked_s: float, answered_s: float) -> tuple[float, int] | None:
-        """What follows the answer to a request."""
+        """The request that follows the answer to a request."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AsRecorded:
-    """A trace's own times, `speed` times as fast."""
+    """The times of a trace."""
 
     workload: Workload
-    speed: float = 1.0
 
     def first(self) -> Iterator[tuple[float, int]]:
         begin_s = self.workload.arrivals_s[0] if len(self.workload) else 0.0
         for number, arrival_s in enumerate(self.workload.arrivals_s):
-            yield (arrival_s - begin_s) / self.speed, number
+            yield arrival_s - begin_s, number
 
     def after(self, number: int, asked_s: float, answered_s: float) -> tuple[float, int] | None:
         return None
 
 
 class InFlight:
-    """The requests of a workload in order, so many at a time: the next when one is answered."""
+    """`at_once` requests in flight, in the order of the workload."""
 
     def __init__(self, workload: Workload, at_once: int) -> None:
         self._count = len(workload)
@@ -63,9 +60,9 @@ class InFlight:
 class MultiTurn:
     """Users who each ask several questions, as LMBenchmark's multi-round QA does.
 
-    Every prompt begins with the system prompt that all share and the user's own history, and
-    brings all questions and answers so far. A user asks the next question `users / qps` seconds
-    after the last one, or `think_s` after the answer where that is later.
+    Every prompt has the shared system prompt, the user's own history, and all questions and
+    answers so far. A user asks the next question `users / qps` seconds after the last one, or
+    `think_s` after the answer if that is later.
     """
 
     users: int = 15
@@ -77,25 +74,17 @@ class MultiTurn:
     qps: float = 1.0
     think_s: float = 0.0
     poisson: bool = False
-    """Gaps are exponential with the same mean; otherwise all alike."""
-
-    def __post_init__(self) -> None:
-        for name in ("users", "turns", "question_tokens", "answer_tokens", "qps"):
-            if not 0 < getattr(self, name) < inf:
-                raise ConfigError(f"--{name.replace('_', '-')}", "should be above 0")
-        for name in ("system_tokens", "history_tokens", "think_s"):
-            if not 0 <= getattr(self, name) < inf:
-                raise ConfigError(f"--{name.replace('_', '-')}", "should not be below 0")
+    """True: exponential gaps with the same mean. False: equal gaps."""
 
     @property
     def gap_s(self) -> float:
-        """Between two questions of one user."""
+        """The time between two questions of one user."""
         return self.users / self.qps
 
     def prompt_tokens(self, turn: int) -> int:
-        """Of turn `turn`, from 0."""
-        said = turn * (self.question_tokens + self.answer_tokens)
-        return self.system_tokens + self.history_tokens + said + self.question_tokens
+        """Tokens of the prompt of turn `turn`, from 0."""
+        earlier = turn * (self.question_tokens + self.answer_tokens)
+        return self.system_tokens + self.history_tokens + earlier + self.question_tokens
 
     def workload(self, block_tokens: int) -> Workload:
         """All prompts, user after user; only full blocks have numbers."""

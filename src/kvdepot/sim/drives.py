@@ -1,7 +1,7 @@
-"""Device models: how long reads and writes take when others came before them. Pure.
+"""Models of devices with queues. Pure.
 
-Requests are served in the order in which they are asked. Reads go before writes, as the store's
-own reads do: writes use the time that reads leave, and a read never waits for one.
+Requests are served in the order of arrival. Reads go before writes, as in the store: writes use the
+time that reads leave, and a read never waits for a write.
 """
 
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ class DriveSpeed:
     read_bytes_per_s: float
     write_bytes_per_s: float
     latency_s: float = 0.0
-    """Of each request, beside the units' own time: they work for others meanwhile."""
+    """Added to each request; the units serve other requests meanwhile."""
     seek_s: float = 0.0
-    """Before each block, in which the unit moves nothing."""
+    """Time of a unit before each block."""
     backlog_s: float = inf
     """Writes that would wait longer than this are dropped."""
 
 
 @dataclass(slots=True)
 class Pipe:
-    """What bytes go through one after the other: a network, a link."""
+    """A network or link that moves bytes one after the other."""
 
     bytes_per_s: float
     free_s: float = 0.0
@@ -34,7 +34,7 @@ class Pipe:
         return max(0.0, self.free_s - now_s)
 
     def push(self, now_s: float, nbytes: float) -> float:
-        """Send bytes behind those that were sent before. Returns when the last one is there."""
+        """Send bytes after those sent before. Returns the time when the last one arrives."""
         self.free_s = max(now_s, self.free_s) + nbytes / self.bytes_per_s
         return self.free_s
 
@@ -46,7 +46,7 @@ class SimulatedDrives:
     medium: DriveSpeed
     pipes: tuple[Pipe, ...] = ()
     read_busy_s: float = 0.0
-    """Unit seconds spent on reads, and on writes."""
+    """Seconds of units spent on reads, and on writes."""
     write_busy_s: float = 0.0
     _free_s: list[float] = field(default_factory=list)
     _backlog_s: float = 0.0
@@ -57,12 +57,12 @@ class SimulatedDrives:
         self._free_s = [0.0] * self.medium.units
 
     def wait_s(self, now_s: float) -> float:
-        """How long a read asked now waits before its bytes move."""
+        """The wait of a read before its bytes move."""
         waits = sum(max(0.0, free_s - now_s) for free_s in self._free_s) / len(self._free_s)
         return max([waits, *(pipe.wait_s(now_s) for pipe in self.pipes)]) + self.medium.latency_s
 
     def block_s(self, block_bytes: float) -> float:
-        """How long one unit works to read one block."""
+        """The time of one unit to read one block."""
         return self.medium.seek_s + block_bytes / self.medium.read_bytes_per_s
 
     def rate_bytes_per_s(self, block_bytes: float) -> float:
@@ -71,7 +71,7 @@ class SimulatedDrives:
         return min([units, *(pipe.bytes_per_s for pipe in self.pipes)])
 
     def read(self, now_s: float, blocks: int, block_bytes: float) -> float:
-        """Returns when the last block is there; pipes pass on what has come meanwhile."""
+        """Returns the time when the last block arrives; pipes work at the same time."""
         self._catch_up(now_s)
         block_s, count = self.block_s(block_bytes), self.medium.units
         done_s = now_s
@@ -87,7 +87,7 @@ class SimulatedDrives:
         return done_s + self.medium.latency_s
 
     def write(self, now_s: float, blocks: int, block_bytes: float) -> int:
-        """Queue blocks to be written in idle time. Returns how many were taken."""
+        """Queue blocks to be written in idle time. Returns the number of queued blocks."""
         self._catch_up(now_s)
         medium = self.medium
         each_s = (medium.seek_s + block_bytes / medium.write_bytes_per_s) / medium.units
@@ -97,12 +97,12 @@ class SimulatedDrives:
         return taken
 
     def backlog_s(self, now_s: float) -> float:
-        """How long the waiting writes take without reads between them."""
+        """The time that the waiting writes take without reads."""
         self._catch_up(now_s)
         return self._backlog_s
 
     def _catch_up(self, now_s: float) -> None:
-        """Writes use the time since the last look that reads left."""
+        """Writes use the time since the last call that reads left."""
         if self._backlog_s:
             looked_s = self._looked_s
             idle_s = sum(max(0.0, now_s - max(free, looked_s)) for free in self._free_s)

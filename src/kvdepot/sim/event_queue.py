@@ -18,7 +18,7 @@ class EventQueue:
     def at(self, time_s: float, action: Callable[[], None]) -> None:
         """Add an event. Raises StateError for a time that is past or not finite."""
         if not isfinite(time_s) or time_s < self.now_s:
-            raise StateError(f"an event at {time_s} s cannot be noted at {self.now_s} s")
+            raise StateError(f"an event at {time_s} s cannot be added at {self.now_s} s")
         heapq.heappush(self._coming, (time_s, self._added, action))
         self._added += 1
 

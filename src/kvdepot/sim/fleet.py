@@ -2,32 +2,29 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import mean, stdev
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from kvdepot.errors import ConfigError
 from kvdepot.policy.eviction import order_named
-from kvdepot.sim.arrivals import ArrivalTimes, MultiTurn
+from kvdepot.sim.arrivals import ArrivalTimes
 from kvdepot.sim.drives import DriveSpeed, Pipe, SimulatedDrives
 from kvdepot.sim.event_queue import EventQueue
 from kvdepot.sim.gpu import SimulatedGpu
-from kvdepot.sim.results import Findings, ServedRequest, TierFlow, over_time
+from kvdepot.sim.results import Findings, ServedRequest, TierFlow
 from kvdepot.sim.tiers import BlockIndex, SimulatedTier, TimedTier, WriteMode
 from kvdepot.sim.worker import HBM, ModelWorker, WorkerRules
 from kvdepot.sim.workload import PromptRequest, Workload
 
-ROUTES: Final = ("prefix", "random")
-
-
+RouteName = Literal["prefix", "random"]
 Route = Callable[[PromptRequest, Sequence[ModelWorker]], ModelWorker]
 """Chooses a worker for a request."""
 
 
 def by_prefix(request: PromptRequest, workers: Sequence[ModelWorker]) -> ModelWorker:
-    """Where the fewest tokens are left to compute, of this prompt and of those that wait."""
+    """The worker with the fewest tokens left to compute, of this and of waiting prompts."""
 
     def left(worker: ModelWorker) -> int:
         missing = len(request.blocks) - worker.matched(request.blocks)
@@ -36,7 +33,7 @@ def by_prefix(request: PromptRequest, workers: Sequence[ModelWorker]) -> ModelWo
     return workers[0] if len(workers) == 1 else min(workers, key=left)
 
 
-def route_named(name: str, seed: int) -> Route:
+def route_named(name: RouteName, seed: int) -> Route:
     if name == "prefix":
         return by_prefix
     draw = random.Random(seed)
@@ -54,35 +51,35 @@ class TierSetup:
     """Behind the network."""
     shared: bool = False
     memory: bool = False
-    """Copied from before any drive is asked, as the store does."""
+    """Memory is copied before drives are read, as in the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSetup:
     rules: WorkerRules
     block_bytes: float
-    """Of a stored block."""
+    """Bytes of a stored block."""
     memory_blocks: int
-    """Blocks that one worker's GPU memory has room for."""
+    """Capacity of one worker's GPU memory."""
     link_bytes_per_s: float
     network_bytes_per_s: float
-    """Of a node; what is shared has as much for all of them."""
+    """Network of a node; shared tiers together have the same."""
     tiers: tuple[TierSetup, ...] = ()
     nodes: int = 1
-    workers_per_node: int = 1
+    copies: int = 1
     policy: str = "default"
     write_mode: WriteMode = "through"
-    route: str = "prefix"
+    route: RouteName = "prefix"
     seed: int = 0
     preload: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Blocks that lie in a tier before the first request."""
+    """Blocks that are in a tier before the first request."""
 
 
 class SimulatedFleet:
     """Runs one workload, once."""
 
     def __init__(self, setup: FleetSetup, workload: Workload) -> None:
-        """Raises ConfigError for what does not fit together."""
+        """Raises ConfigError for an invalid setup."""
         _check(setup)
         self._setup, self._workload = setup, workload
         self._events = EventQueue()
@@ -102,12 +99,12 @@ class SimulatedFleet:
         for name, blocks in setup.preload.items():
             for tier in self._tiers:
                 if tier.name == name:
-                    tier.insert_recovered(np.array(blocks, dtype=np.int64))
+                    tier.insert(np.array(blocks, dtype=np.int64))
 
     def run(self, arrivals: ArrivalTimes, progress: Callable[[int], None]) -> Findings:
-        """Serve all requests. `progress` is called now and then with how many are done."""
+        """Serve all requests. `progress` is called from time to time with the number of answers."""
         for time_s, number in arrivals.first():
-            self._note(time_s, number, arrivals)
+            self._schedule(time_s, number, arrivals)
         steps = 0
         while self._events.next():
             steps += 1
@@ -115,12 +112,12 @@ class SimulatedFleet:
                 progress(len(self._served))
         return self._findings()
 
-    def _note(self, time_s: float, number: int, arrivals: ArrivalTimes) -> None:
+    def _schedule(self, time_s: float, number: int, arrivals: ArrivalTimes) -> None:
         def done(served: ServedRequest) -> None:
             self._served.append(served)
             following = arrivals.after(served.number, served.arrival_s, self._events.now_s)
             if following is not None:
-                self._note(*following, arrivals)
+                self._schedule(*following, arrivals)
 
         def come() -> None:
             request = self._workload.request(number)
@@ -140,7 +137,7 @@ class SimulatedFleet:
         ]
         self._tiers += local
         indexes = [index, self._shared_index] if shared else [index]
-        for _ in range(setup.workers_per_node):
+        for _ in range(setup.copies):
             worker = ModelWorker(
                 events=self._events,
                 rules=setup.rules,
@@ -173,84 +170,40 @@ class SimulatedFleet:
             served=self._served,
             refused=sum(worker.refused for worker in self._workers),
             duration_s=duration_s,
-            tiers=[self._flow(one.name, start_s, duration_s) for one in self._setup.tiers],
+            tiers=[self._flow(one.name, duration_s) for one in self._setup.tiers],
             gpu_busy=sum(worker.gpu.busy_s for worker in self._workers) / whole_s,
             gpu_prefill_busy=sum(worker.gpu.prefill_s for worker in self._workers) / whole_s,
             block_events=events,
         )
 
-    def _flow(self, name: str, start_s: float, duration_s: float) -> TierFlow:
+    def _flow(self, name: str, duration_s: float) -> TierFlow:
         tiers = [tier for tier in self._tiers if tier.name == name]
         for tier in tiers:
             tier.drives.backlog_s(self._events.now_s)
         units = sum(tier.drives.medium.units for tier in tiers)
         whole_s = max(units * duration_s, 1e-12)
-        end_s = start_s + duration_s
-        reads = [one for tier in tiers for one in tier.reads]
-        writes = [one for tier in tiers for one in tier.writes]
         return TierFlow(
             tier=name,
             tokens_hit=sum(one.hits.get(name, 0) for one in self._served),
-            bytes_read=sum((nbytes for _, nbytes in reads), 0.0),
-            bytes_written=sum((nbytes for _, nbytes in writes), 0.0),
+            bytes_read=sum(tier.bytes_read for tier in tiers),
+            bytes_written=sum(tier.bytes_written for tier in tiers),
             blocks_dropped=sum(tier.blocks_dropped for tier in tiers),
             read_busy=sum(tier.drives.read_busy_s for tier in tiers) / whole_s,
             write_busy=sum(tier.drives.write_busy_s for tier in tiers) / whole_s,
-            read_bytes_per_s=over_time(reads, start_s, end_s),
-            written_bytes_per_s=over_time(writes, start_s, end_s),
         )
 
 
 def _check(setup: FleetSetup) -> None:
     names = [tier.name for tier in setup.tiers]
     if len(set(names)) < len(names) or HBM in names:
-        raise ConfigError("--tier", f"tiers must have names of their own, got {', '.join(names)}")
+        raise ConfigError("tiers", f"names must differ, got {', '.join(names)}")
     if any(
         earlier.shared and not later.shared
         for earlier, later in zip(setup.tiers, setup.tiers[1:], strict=False)
     ):
-        raise ConfigError("--shared", "a tier that is shared cannot be faster than a node's own")
-    if min(setup.nodes, setup.workers_per_node, setup.memory_blocks) < 1:
-        raise ConfigError("--nodes", "nodes, workers and blocks in GPU memory should be above 0")
+        raise ConfigError("tiers", "a shared tier cannot be faster than a tier of a node")
+    if min(setup.nodes, setup.copies, setup.memory_blocks) < 1:
+        raise ConfigError("nodes", "nodes, copies and blocks in GPU memory must be above 0")
     for tier in setup.tiers:
         if tier.capacity_bytes < setup.block_bytes:
-            raise ConfigError("--tier", f"{tier.name} is smaller than one block")
-
-
-SAMPLES: Final = 4
-_STUDENT: Final = 3.182
-"""Of the 95 % interval with SAMPLES - 1 degrees of freedom."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """An estimate, and how far off it is at most, 95 times of 100."""
-
-    mean: float
-    error: float
-
-
-def part_of(talks: MultiTurn, nodes: int, share: float, route: str) -> tuple[MultiTurn, int]:
-    """The same load on each node, with a share of the users and nodes.
-
-    Raises ConfigError where that would not be the same: a random route sends a user back to the
-    same node the more often the fewer nodes there are.
-    """
-    if not 0.0 < share <= 1.0:
-        raise ConfigError("--sample", f"is a share between 0 and 1, got {share:g}")
-    if route != "prefix":
-        raise ConfigError(
-            "--sample",
-            "hits depend on the number of nodes with a random route",
-            hint="--route prefix, or fewer nodes without --sample",
-        )
-    part = round(nodes * share)
-    users = round(talks.users * part / nodes)
-    if part < 1 or users < 1:
-        raise ConfigError("--sample", f"{share:g} of {nodes} nodes or {talks.users} users is none")
-    return replace(talks, users=users, qps=talks.qps * part / nodes), part
-
-
-def interval_of(values: Sequence[float]) -> Interval:
-    """Of SAMPLES values that were drawn independently."""
-    return Interval(mean(values), _STUDENT * stdev(values) / len(values) ** 0.5)
+            raise ConfigError("tiers", f"{tier.name} is smaller than one block")

@@ -1,8 +1,8 @@
-"""One copy of a model on its GPUs: chunked prefill and decode in common steps. Pure.
+"""One copy of a model on its GPUs: steps of chunked prefill and decode. Pure.
 
-A step takes up to `chunk_tokens` new tokens: one of each answer under way, the rest from the
-prompts that wait, first come first served. It lasts as long as its arithmetic, or as reading the
-weights once, whichever is longer, and reading the KV of the answers' contexts.
+A step computes up to `chunk_tokens` new tokens: one of each running answer, the rest of waiting
+prompts in order of arrival. It takes the longer of its arithmetic and reading the weights once, and
+the time to read the KV of the answers' contexts.
 """
 
 import heapq
@@ -27,7 +27,7 @@ class GpuPace:
 
 @dataclass(slots=True)
 class PrefillJob:
-    """A prompt of which `context_tokens` are in place, and what to do about its tokens."""
+    """A prompt with `context_tokens` in place, and the calls at its first and last token."""
 
     new_tokens: int
     context_tokens: int
@@ -67,7 +67,7 @@ class SimulatedGpu:
 
     @property
     def answers(self) -> int:
-        """Requests that are being answered."""
+        """Number of running answers."""
         return len(self._answers)
 
     def queue(self) -> EngineQueue:
@@ -77,7 +77,7 @@ class SimulatedGpu:
         return EngineQueue(self.waiting_tokens, work, decodes, self._context_tokens, busy_s)
 
     def _step(self) -> None:
-        """Begin the next step, or many alike when there is only decoding to do."""
+        """Begin the next step, or many equal ones if there is only decoding to do."""
         if not self._waiting and not self._answers:
             self._running = False
             return
@@ -88,7 +88,7 @@ class SimulatedGpu:
             self._decode_steps()
 
     def _prefill_step(self) -> None:
-        """One chunk; prompts whose last token is in it give their first token at its end."""
+        """One chunk; prompts that it completes give their first token at its end."""
         left = max(1, self._pace.chunk_tokens - len(self._answers))
         tokens, work, finished = 0, 0.0, []
         while left and self._waiting:
@@ -110,7 +110,7 @@ class SimulatedGpu:
         self._events.at(self._step_ends_s, lambda: self._after(1, finished))
 
     def _decode_steps(self) -> None:
-        """As many steps as no answer ends in; a new prompt cuts them short."""
+        """The steps until an answer ends; a new prompt ends them earlier."""
         steps = self._answers[0][0] - self._steps
         first_s = self._step_s(0, 0.0)
         growth_s = self._pace.context_token_s * len(self._answers)
@@ -132,7 +132,7 @@ class SimulatedGpu:
         self._events.at(end_s, end)
 
     def _cut_rest(self) -> None:
-        """Finish the step that is running, and no more of those that were to follow."""
+        """Finish the running step, and cancel those after it."""
         assert self._rest is not None
         start_s, first_s, steps = self._rest
         growth_s = self._pace.context_token_s * len(self._answers)
@@ -146,7 +146,7 @@ class SimulatedGpu:
         self._end_rest(min(steps, done + 1), first_s, growth_s, start_s)
 
     def _after(self, steps: int, finished: list[PrefillJob]) -> None:
-        """So many steps are done, and these prompts are computed."""
+        """`steps` steps are done, and these prompts are computed."""
         self._steps += steps
         self._context_tokens += steps * len(self._answers)
         while self._answers and self._answers[0][0] <= self._steps:

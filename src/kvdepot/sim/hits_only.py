@@ -1,16 +1,15 @@
-"""`kvdepot sim --hits-only`: what is hit, and in which tier, if every request is served at once.
+"""`kvdepot sim --hits-only`: hits by tier, if every request is served at once.
 
 A request hits its longest prefix of which each block is in some tier, and a block counts for the
-fastest tier that has it. Afterwards all of its blocks are in every tier that has room for them
-(write-through), the head as the most recently used. A block counts with the tokens it holds: the
-last one of a prompt may be partly filled; it takes a whole place and counts with its few tokens.
+fastest tier that has it. Then all of its blocks are in every tier with room for them
+(write-through), the head as the most recently used. A block counts with its tokens: the last block
+of a prompt may be partly filled; it needs the room of a whole block.
 
-The offline optimum is Belady's MIN: when room is needed, the block leaves whose next use is
-farthest away, and a block that is never used again does not come in at all. A prefix is used
-whenever its continuation is, so its next use is never later; with equal ones the deeper block
-leaves. So whole prefixes stay, and MIN, which is optimal in blocks without that rule, is with it
-too. In tokens a partly filled last block counts for less than its place, which MIN ignores, so the
-optimum in tokens may be higher by less than those blocks' hits.
+The offline optimum is Belady's MIN: the block with the farthest next use is evicted, and a block
+that is never used again is not stored. A prefix is used whenever its continuation is, so its next
+use is never later; of equal ones the deeper block is evicted. So whole prefixes stay, and MIN is
+optimal in blocks with this rule too. In tokens the optimum may be slightly higher, because MIN
+ignores that the last block of a prompt may be partly filled.
 """
 
 import heapq
@@ -42,14 +41,14 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Tokens each tier can hold, fastest tier first; None is without end."""
+    """Capacity of each tier in tokens, fastest tier first; None is unlimited."""
 
     tokens: Mapping[str, int | None]
     text: str
 
     @property
     def total_tokens(self) -> int | None:
-        """What the largest tier holds: with write-through every block is in every tier."""
+        """Capacity of the largest tier; with write-through every tier has every block."""
         sizes = list(self.tokens.values())
         return None if None in sizes else max(size for size in sizes if size is not None)
 
@@ -59,12 +58,12 @@ class Capacity:
 
 
 def parse_capacity(text: str) -> Capacity:
-    """Raises ConfigError for anything that is not a list of tiers and tokens."""
+    """Raises ConfigError unless `text` is a list of tiers and tokens."""
     found: dict[str, int | None] = {}
     for part in text.split(","):
         tier, _, size = part.strip().partition("=")
         if tier not in TIERS or tier in found:
-            reason = "named twice" if tier in found else f"no tier; they are {', '.join(TIERS)}"
+            reason = "named twice" if tier in found else f"no tier (expected {', '.join(TIERS)})"
             raise ConfigError("--capacity", f"{tier!r} is {reason}", hint=_HINT)
         found[tier] = _tokens(size)
     return Capacity({tier: found[tier] for tier in TIERS if tier in found}, text)
@@ -91,7 +90,7 @@ class HitCounts:
     blocks_entered: int
     blocks_evicted: int
     prefill_saved_ratio: float
-    """GPU time that hits save, of that of computing all prompts whole."""
+    """Share of the GPU time for all prompts that hits save."""
 
     @property
     def token_hit_ratio(self) -> float:
@@ -111,7 +110,7 @@ class HitCounts:
 
 
 def optimum(workload: Workload, tier: str, capacity_blocks: int, progress: Progress) -> HitCounts:
-    """What one tier of this size hits at best."""
+    """The best possible hits of one tier of this size."""
     following = _next_uses(workload)
     next_use = np.full(workload.block_count, _NEVER, dtype=np.int64)
     here = np.zeros(workload.block_count, dtype=bool)
@@ -150,7 +149,7 @@ def optimum(workload: Workload, tier: str, capacity_blocks: int, progress: Progr
 
 
 def prefill_work(tokens: float) -> float:
-    """The prefill of a prompt's first tokens, in that of one token without context."""
+    """Prefill time of a prompt's first tokens; the unit is one token without context."""
     return tokens + tokens * tokens / 2.0 / CROSSOVER_TOKENS
 
 
@@ -162,7 +161,7 @@ def _share_of_all(saved: float, workload: Workload) -> float:
 def _next_uses(workload: Workload) -> Iterator[Ints]:
     """For each request and block the number of the next request for it, or _NEVER.
 
-    Kept as runs meanwhile: a prompt's blocks are mostly used again together.
+    Kept as runs, because the blocks of a prompt are mostly used together.
     """
     coming = np.full(workload.block_count, _NEVER, dtype=np.int64)
     runs: list[tuple[Ints, Ints]] = []
@@ -192,7 +191,7 @@ class Case:
 
 
 def check_case(case: Case, block_tokens: int) -> None:
-    """Raises ConfigError for what cannot be simulated."""
+    """Raises ConfigError for a case that cannot be simulated."""
     if case.policy == OPTIMAL and len(case.capacity.tokens) > 1:
         raise ConfigError("--policy", "the optimum is known for one tier", hint="one --capacity")
     for tier in case.capacity.tokens:
@@ -231,7 +230,7 @@ def play(workload: Workload, case: Case, progress: Progress) -> HitCounts:
 def _serve(
     request: PromptRequest, tiers: Sequence[SimulatedTier], index: BlockIndex, block_tokens: int
 ) -> dict[str, int]:
-    """Hit what is there, then bring everything in. Returns the tokens hit by tier."""
+    """Hit the blocks that are present, then insert all. Returns the tokens hit by tier."""
     rows = request.blocks
     if not len(rows):
         return {}
@@ -243,7 +242,7 @@ def _serve(
     _use(index, tiers, prompt[:hit], hit=True)
     for tier in tiers:
         tier.leaves.hold_all(prompt)
-        tier.insert_recovered(rows)
+        tier.insert(rows)
     _use(index, tiers, prompt, hit=False)
     for tier in tiers:
         tier.leaves.release_all(prompt)

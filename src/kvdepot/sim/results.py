@@ -1,14 +1,13 @@
-"""What a simulation found out: distributions, hits, flows."""
+"""The results of a simulation: distributions, hits, bytes by tier."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 QUANTILES: Final = (50, 95, 99)
-BINS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class ServedRequest:
     output_tokens: int
     admitted_s: float = 0.0
     fetched_s: float = 0.0
-    """When all that was fetched had come."""
+    """End of the last fetch."""
     first_s: float = 0.0
     last_s: float = 0.0
     hits: dict[str, int] = field(default_factory=dict)
@@ -56,7 +55,7 @@ class ServedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TierFlow:
-    """What went through a tier, of all nodes together."""
+    """Bytes read and written in a tier, of all nodes together."""
 
     tier: str
     tokens_hit: int
@@ -64,11 +63,8 @@ class TierFlow:
     bytes_written: float
     blocks_dropped: int
     read_busy: float
-    """Share of the units' time spent on reads, and on writes."""
+    """Shares of the units' time: reads, and writes."""
     write_busy: float
-    read_bytes_per_s: list[float]
-    """Over time, in `BINS` equal parts."""
-    written_bytes_per_s: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,7 @@ class Findings:
     tiers: list[TierFlow]
     gpu_busy: float
     gpu_prefill_busy: float
-    """Shares of the GPUs' time: in any step, and in steps with a prompt."""
+    """Shares of the GPUs' time: in all steps, and in steps with a prompt."""
     block_events: int
 
     @property
@@ -93,7 +89,7 @@ class Findings:
         return sum(one.output_tokens for one in self.served)
 
     def hit_ratio(self, tier: str | None = None) -> float:
-        """Tokens that were not computed, over tokens asked for."""
+        """Share of prompt tokens that were not computed."""
         hit = sum(
             sum(one.hits.values()) if tier is None else one.hits.get(tier, 0) for one in self.served
         )
@@ -109,16 +105,6 @@ class Findings:
 
     @property
     def fetch(self) -> Spread | None:
-        """Of the requests that fetched."""
+        """Fetch times of the requests that fetched."""
         fetches = [one for one in self.served if one.fetched_s > one.admitted_s]
         return Spread.of([one.fetched_s - one.admitted_s for one in fetches])
-
-
-def over_time(flow: Sequence[tuple[float, float]], start_s: float, end_s: float) -> list[float]:
-    """Bytes a second in each of `BINS` equal parts of the time."""
-    if not flow or end_s <= start_s:
-        return [0.0] * BINS
-    times, nbytes = np.array(flow).T
-    sums, _ = np.histogram(times, bins=BINS, range=(start_s, end_s), weights=nbytes)
-    rates: list[Any] = (sums / ((end_s - start_s) / BINS)).tolist()
-    return rates

@@ -1,8 +1,7 @@
-"""The tiers of a simulated store: the production index over the blocks of a workload.
+"""The tiers of a simulated store: the store's own index over the blocks of a workload.
 
-Every block of the trace has its row from the start; a tier's contents are in its LeafOrder, which
-is the store's own code, as are the table, the tree and the eviction orders. With times, a tier has
-drives.
+Every block of the workload has a row from the start; the LeafOrder of a tier has its blocks. Table,
+tree, LeafOrder and eviction orders are the store's own code. A TimedTier also has drives.
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ _GROUP: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class BlockIndex:
-    """Table and tree with a row for each block; the row of a block is its number."""
+    """Table and tree; the row of a block is its number."""
 
     table: KeyTable
     tree: PrefixTree
@@ -44,7 +43,7 @@ class BlockIndex:
 
 
 class SimulatedTier:
-    """Room for so many blocks, and the order in which they leave it."""
+    """A number of blocks, and the order of their eviction."""
 
     def __init__(self, name: str, capacity_blocks: int, index: BlockIndex, order: Order) -> None:
         self.name = name
@@ -58,11 +57,11 @@ class SimulatedTier:
     def has(self, rows: Rows) -> Bools:
         return self.leaves.resident_rows(rows)
 
-    def insert_recovered(self, rows: Rows, gone: list[int] | None = None) -> int:
-        """Bring in those blocks of a prompt that are not here, head first, as far as they fit.
+    def insert(self, rows: Rows, gone: list[int] | None = None) -> int:
+        """Insert the missing blocks of a prompt, head first, as far as they fit.
 
-        Call with all of the prompt held, so that it does not push itself out. Returns how many
-        came in; `gone` gets the blocks that left for them.
+        Call with all of the prompt held, so that it does not evict itself. Returns the number of
+        inserted blocks; `gone` gets the evicted ones.
         """
         fresh = rows[~self.has(rows)]
         self.shrink(max(0, self.capacity_blocks - len(fresh)), gone)
@@ -75,7 +74,7 @@ class SimulatedTier:
         return len(taken)
 
     def shrink(self, blocks: int, gone: list[int] | None = None) -> bool:
-        """Let blocks leave until no more than `blocks` are here; False if some may not."""
+        """Evict until at most `blocks` are left; False if held blocks prevent it."""
         while self.count > blocks:
             victim = self.leaves.coldest(_GROUP)
             if victim == NONE:
@@ -91,7 +90,7 @@ class SimulatedTier:
 
 
 class TimedTier(SimulatedTier):
-    """A tier with drives. `memory`: it is copied from before any drive is read, as in the store."""
+    """A tier with drives. `memory` is copied before drives are read, as in the store."""
 
     def __init__(
         self,
@@ -109,18 +108,17 @@ class TimedTier(SimulatedTier):
         self.block_bytes = block_bytes
         self.memory = memory
         self.blocks_dropped = 0
-        """Not written because too many writes were waiting."""
-        self.reads: list[tuple[float, float]] = []
-        self.writes: list[tuple[float, float]] = []
-        """Times and bytes of what was read, and of what was written."""
+        """Blocks that were not written because too many writes were waiting."""
+        self.bytes_read = 0.0
+        self.bytes_written = 0.0
 
     def fetch(self, now_s: float, blocks: int) -> float:
-        """Read blocks. Returns when the last one is there."""
-        self.reads.append((now_s, blocks * self.block_bytes))
+        """Read blocks. Returns the time when the last one arrives."""
+        self.bytes_read += blocks * self.block_bytes
         return self.drives.read(now_s, blocks, self.block_bytes)
 
     def put(self, now_s: float, rows: Rows) -> list[int]:
-        """Take blocks in and write those that are new here. Returns which left for them."""
+        """Write the blocks that are new. Returns the evicted ones."""
         gone: list[int] = []
         fresh = rows[~self.has(rows)]
         if len(fresh):
@@ -128,9 +126,9 @@ class TimedTier(SimulatedTier):
             self.blocks_dropped += len(fresh) - taken
             held = rows.tolist()
             self.leaves.hold_all(held)
-            entered = self.insert_recovered(fresh[:taken], gone)
+            entered = self.insert(fresh[:taken], gone)
             self.leaves.release_all(held)
-            self.writes.append((now_s, entered * self.block_bytes))
+            self.bytes_written += entered * self.block_bytes
         return gone
 
 
@@ -143,15 +141,15 @@ def fastest_tier(tiers: Sequence[SimulatedTier], rows: Rows) -> Rows:
 
 
 def leading(here: Bools) -> int:
-    """How many are true before the first that is not."""
+    """The number of true values before the first false one."""
     return len(here) if here.all() else int(np.argmin(here))
 
 
 def write_blocks(tiers: Sequence[TimedTier], mode: WriteMode, now_s: float, rows: Rows) -> None:
-    """Put the blocks of a computed prompt into the tiers, fastest first.
+    """Write the blocks of a computed prompt to the tiers, fastest first.
 
-    With write-through they go into all tiers at once; with write-back into the first, and a block
-    goes into the next tier when it leaves the one before.
+    With write-through they are written to all tiers; with write-back to the first, and to the next
+    tier on eviction.
     """
     for tier in tiers:
         gone = tier.put(now_s, rows)

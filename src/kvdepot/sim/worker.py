@@ -1,8 +1,8 @@
-"""One copy of the model with the tiers it reaches: how a request is served.
+"""One copy of the model with its tiers: how a request is served.
 
-A request is admitted when GPU memory has room for it. Its blocks in GPU memory stay there; of the
-blocks behind them that a tier has, as many are fetched as `fetch_or_recompute` says, while other
-requests are computed; the rest is computed. Then its blocks are kept, and it answers.
+A request is admitted when GPU memory has room for it. Its blocks in GPU memory stay there. Of the
+next blocks that a tier has, `decide_jointly` decides how many are fetched, while other requests are
+computed; the rest is computed. Then its blocks are kept, and it is answered.
 """
 
 from collections import deque
@@ -51,13 +51,13 @@ class WorkerRules:
     pace: GpuPace
     block_tokens: int
     reuse: bool = True
-    """False: everything is computed, nothing is kept."""
+    """False: all blocks are computed, and none is kept."""
     keeps_memory: bool = True
-    """Whether GPU memory keeps what no running request uses."""
+    """True: GPU memory also keeps blocks that no running request uses."""
     decides: bool = True
-    """Whether it recomputes what is slower to fetch; otherwise it fetches all there is."""
+    """True: blocks are computed if fetching is slower. False: all are fetched."""
     considers: bool = True
-    """Whether it then thinks of the other requests too."""
+    """True: decisions consider the other requests too."""
 
 
 @dataclass(slots=True)
@@ -66,11 +66,11 @@ class RunningRequest:
     rows: Rows
     done: Callable[[ServedRequest], None]
     local: int = 0
-    """Blocks that were in GPU memory."""
+    """Number of blocks that were in GPU memory."""
     hit: int = 0
-    """Blocks that are not computed."""
+    """Number of blocks that are not computed."""
     reserved: int = 0
-    """Places in GPU memory kept for what is not there yet."""
+    """GPU memory, in blocks, for blocks that have not arrived."""
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class ModelWorker:
     blocks_asked: int = 0
     _waiting: deque[RunningRequest] = field(default_factory=deque)
     _loads: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Requests that are being fetched: until when, and the prefill that is left then."""
+    """Requests that fetch: the end of the fetch, and the prefill after it."""
     _reserved: int = 0
 
     @property
@@ -103,7 +103,7 @@ class ModelWorker:
         return self.rules.reuse and self.rules.keeps_memory
 
     def matched(self, rows: Rows) -> int:
-        """How many leading blocks are in GPU memory or in the node's own tiers."""
+        """The number of leading blocks in GPU memory or in the node's own tiers."""
         here = self.memory.has(rows)
         for tier in self.tiers:
             if tier.index is self.indexes[0]:
@@ -113,7 +113,7 @@ class ModelWorker:
     def arrive(
         self, request: PromptRequest, served: ServedRequest, done: Callable[[ServedRequest], None]
     ) -> None:
-        """Take a request; `done` is called when it is answered."""
+        """Accept a request; `done` is called after its answer."""
         self.blocks_asked += len(request.blocks)
         running = RunningRequest(served, request.blocks, done)
         if self._places(running) > self.memory.capacity_blocks:
@@ -127,7 +127,7 @@ class ModelWorker:
         return max(-(-tokens // self.rules.block_tokens), len(running.rows))
 
     def _admit(self) -> None:
-        """Start waiting requests, in order, as long as there is room."""
+        """Start waiting requests in order while there is room."""
         while self._waiting:
             running = self._waiting[0]
             local = leading(self.memory.has(running.rows)) if self._keeps else 0
@@ -188,7 +188,7 @@ class ModelWorker:
             served.fetched_s = max(served.fetched_s, self.link.push(now_s, nbytes))
 
     def _count(self, served: ServedRequest, tier: str, start: int, stop: int) -> None:
-        """Count blocks start..stop as hits of a tier, without the last token: it is computed."""
+        """Count blocks start..stop as hits of a tier, without the last token, which is computed."""
         size, most = self.rules.block_tokens, served.input_tokens - 1
         tokens = max(0, min(stop * size, most) - min(start * size, most))
         if tokens:
@@ -210,7 +210,7 @@ class ModelWorker:
         return decision.cut_blocks
 
     def _matched(self, running: RunningRequest, where: Rows) -> MatchedPrompt:
-        """A prompt, of which the blocks behind the local ones are in these tiers."""
+        """A prompt whose blocks after the local ones are in these tiers."""
         size = self.rules.block_tokens
         starts = np.flatnonzero(np.diff(where, prepend=-2))
         counts = np.diff(np.append(starts, len(where))).tolist()
@@ -223,7 +223,7 @@ class ModelWorker:
         return MatchedPrompt(lengths, runs)
 
     def _company(self) -> Company:
-        """What is being fetched, what waits for room in GPU memory, and how many are answered."""
+        """Running fetches, requests that wait for GPU memory, and the number of running answers."""
         now_s = self.events.now_s
         loads = [FetchingPrompt(end_s - now_s, work_s) for end_s, work_s in self._loads.values()]
         waiting = []
@@ -235,7 +235,7 @@ class ModelWorker:
         return Company(tuple(loads), tuple(waiting), self.gpu.answers, behind)
 
     def _first(self, running: RunningRequest) -> None:
-        """The prompt is computed: its blocks are in GPU memory, and go to the tiers."""
+        """The prompt is computed: its blocks are in GPU memory, and are written to the tiers."""
         now_s, rows = self.events.now_s, running.rows
         running.served.first_s = now_s
         if not self.rules.reuse:
@@ -243,7 +243,7 @@ class ModelWorker:
         if self._keeps:
             self.memory.leaves.hold_all(rows[running.local :].tolist())
             self._reserved -= running.reserved
-            running.reserved = max(0, running.reserved - self.memory.insert_recovered(rows))
+            running.reserved = max(0, running.reserved - self.memory.insert(rows))
             self._reserved += running.reserved
         prompt = rows.tolist()
         for tier in self.tiers:

@@ -1,8 +1,7 @@
-"""What a trace asks for, whatever its format: requests, and the blocks of their prompts.
+"""The requests of a trace or a synthetic workload, and the blocks of their prompts.
 
-Blocks get dense numbers in the order of their first appearance. A request's blocks are kept as
-runs of such numbers, so memory grows with the blocks of a trace and not with how often each is
-asked for.
+Blocks get dense numbers in the order of their first appearance. The blocks of a request are kept
+as runs of numbers, so that memory grows with the blocks, and not with their requests.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ NO_PARENT: Final = -1
 
 
 class NotAChain(ValueError):
-    """A block follows another one than it did before, so it is not named by its whole prefix."""
+    """A block follows another block than before, so its name does not identify its prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,9 @@ class Workload:
 
     block_tokens: int
     parents: list[int] = field(default_factory=list)
-    """For each block the one before it, or NO_PARENT."""
+    """For each block the previous one, or NO_PARENT."""
     skipped: list[str] = field(default_factory=list)
-    """What was wrong with the lines that were left out."""
+    """The errors of skipped lines."""
     input_tokens: list[int] = field(default_factory=list)
     output_tokens: list[int] = field(default_factory=list)
     arrivals_s: list[float] = field(default_factory=list)
@@ -53,7 +52,7 @@ class Workload:
 
     @property
     def blocks_asked(self) -> int:
-        """Blocks of all prompts; more than `block_count` where one is asked for again."""
+        """Blocks of all prompts; more than `block_count` if blocks are requested again."""
         return sum(int(runs[1].sum()) for runs in self._runs)
 
     @property
@@ -78,7 +77,7 @@ class Workload:
         self.arrivals_s.append(request.arrival_s)
 
     def sort(self) -> None:
-        """Put the requests in the order of their arrival; equal ones stay as they are."""
+        """Sort requests by arrival; equal ones keep their order."""
         order = np.argsort(np.array(self.arrivals_s), kind="stable").tolist()
         self._runs = [self._runs[at] for at in order]
         self.input_tokens = [self.input_tokens[at] for at in order]
@@ -100,14 +99,14 @@ class Workload:
 
 
 class Numbering:
-    """Dense numbers for block ids that mean the same wherever they appear."""
+    """Dense numbers for block ids that are valid in the whole trace."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._known: dict[object, int] = {}
 
     def chain(self, ids: Sequence[object]) -> Ints:
-        """Numbers of a prompt's blocks. Raises NotAChain, and then nothing is entered."""
+        """Numbers of a prompt's blocks. Adds none if it raises NotAChain."""
         known, parents = self._known, self._workload.parents
         numbers: list[int] = []
         before = NO_PARENT
@@ -121,7 +120,7 @@ class Numbering:
             before = number
         fresh = ids[len(numbers) :]
         if any(name in known for name in fresh) or len(set(fresh)) < len(fresh):
-            raise NotAChain(f"after block {fresh[0]}, which is new, comes one that is not")
+            raise NotAChain(f"a known block follows block {fresh[0]}, which is new")
         added = self._workload.new_blocks(before, len(fresh))
         known.update(zip(fresh, added.tolist(), strict=True))
         return np.concatenate((np.array(numbers, dtype=np.int64), added))

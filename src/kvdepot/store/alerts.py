@@ -1,4 +1,4 @@
-"""What is wrong with a store, in words, and what to do about it: from what `stats` answers."""
+"""Faults of a store in words, with what to do about them, derived from `stats`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -29,7 +29,7 @@ class Alert:
 
 
 def alerts(stats: Stats) -> list[Alert]:
-    """What is wrong now, the worst first."""
+    """Return the present faults, the worst first."""
     found = [*_audits(stats), *_drives(stats), *_queues(stats), *_counted(stats)]
     found += _traffic(stats)
     found += _first_tokens(stats)

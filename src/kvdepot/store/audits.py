@@ -19,8 +19,7 @@ from kvdepot.core.json_object import parse_object
 from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.errors import ConfigError
 from kvdepot.format.record import producer_of
-from kvdepot.store.access import Caller
-from kvdepot.store.engine import Engine
+from kvdepot.store.engine import Caller, Engine
 from kvdepot.store.read.token_ids import read_heads
 
 _PRODUCERS_MAX: Final = 64
@@ -95,7 +94,7 @@ class AuditService(DepotAudits):
         )
         self._write(MetaKind.QUARANTINE, tag, text, SYNC_S)
 
-    def known(self) -> dict[str, Any]:
+    def list(self) -> dict[str, Any]:
         with self._lock:
             return {
                 **self._counts,
@@ -111,7 +110,7 @@ class AuditService(DepotAudits):
     def describe(self) -> dict[str, Any]:
         """For `stats`: without the names of models and tenants."""
         names = ("since_s", "layer", "error", "tolerance")
-        known = self.known()
+        known = self.list()
         return {
             **{name: known[name] for name in ("compared", "mismatched")},
             "quarantined": [
@@ -121,7 +120,7 @@ class AuditService(DepotAudits):
         }
 
     def producer_of(self, key: BlockKey) -> str:
-        """What has computed a block; empty: not known."""
+        """Return the software that computed a block; empty if unknown."""
         (number,) = read_heads(self._state, [key], producer_of, 0)
         with self._lock:
             return self._producers.get(number, "")

@@ -1,17 +1,17 @@
-"""A store among those of its site: it tells when it has published something in the tier that they
-share, looks there when others have, and follows hints.
+"""A store among those of its site: it announces what it has published in the tier that they
+share, looks there when others announce, and follows their prefetch hints.
 
-A hint names a prompt by its keys, its tokens or its session. A session is known where it was told
-of: that node passes its keys on to the one that the hint is for. What has not come to the shared
+A hint names a prompt by its keys, its tokens or its session. A session is known where it was
+named: that node passes its keys on to the one that the hint is for. What has not come to the shared
 tier yet is looked for until the hint's time is over.
 """
 
 import secrets
 import socket
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvdepot.cluster.link import NatsLink
 from kvdepot.cluster.messages import (
@@ -23,24 +23,11 @@ from kvdepot.cluster.messages import (
 from kvdepot.config.settings import NatsConfig
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
-from kvdepot.core.depot import PrefetchHint
+from kvdepot.store.routing import RoutingCalls
 from kvdepot.store.volume_set import VolumeSet
 
 _OPEN_MAX: Final = 256
 """Hints whose blocks are not all here yet."""
-
-
-class HintsPrompts(Protocol):
-    """What a store does for its site."""
-
-    def hint_described(self, keys: Sequence[BlockKey], deadline_s: float) -> PrefetchHint:
-        """Hint at keys of a namespace that is described here."""
-
-    def keys_of_tokens(self, tokens: Sequence[int], model: str) -> list[list[BlockKey]]:
-        """Of a prompt, in each namespace of a model that is described here."""
-
-    def keys_of_session(self, name: str, tenant: str) -> list[list[BlockKey]]:
-        """Of a session's prompt, in each namespace that has it."""
 
 
 @dataclass(slots=True)
@@ -57,12 +44,12 @@ class ClusterMember:
     def __init__(
         self,
         config: NatsConfig,
-        store: HintsPrompts,
+        routing: RoutingCalls,
         volumes: VolumeSet,
         clock: Clock,
     ) -> None:
         self.site, self.node = config.site, config.node or socket.gethostname()
-        self._store = store
+        self._routing = routing
         self._volumes = volumes
         self._clock = clock
         self._hints: Counter[str] = Counter()
@@ -109,7 +96,7 @@ class ClusterMember:
             self._hints["unknown"] += 1
         for keys in prompts:
             due_s = self._clock.now() + hint.within_s
-            found = self._store.hint_described(keys, hint.within_s).resident
+            found = self._routing.prefetch(keys, hint.within_s).resident
             self._hints["followed"] += 1
             if found < len(keys) and self._volumes.are_shared:
                 self._look()
@@ -119,13 +106,13 @@ class ClusterMember:
         if hint.keys:
             yield list(hint.keys)
         elif hint.tokens:
-            yield from self._store.keys_of_tokens(hint.tokens, hint.model)
+            yield from self._routing.keys_of_tokens(hint.tokens, hint.model)
         else:
-            yield from self._store.keys_of_session(hint.session, hint.tenant)
+            yield from self._routing.keys_of_session(hint.session, hint.tenant)
 
     def _pass_on(self, hint: HintMessage) -> None:
-        """Tell the node that a hint is for what its session stands for."""
-        for keys in self._store.keys_of_session(hint.session, hint.tenant):
+        """Send the keys of a session to the node that the hint is for."""
+        for keys in self._routing.keys_of_session(hint.session, hint.tenant):
             passed = HintMessage(hint.node, hint.within_s, keys=tuple(keys[:KEYS_MAX]))
             self._link.publish(subject(self.site, "hint"), passed.pack())
             self._hints["passed_on"] += 1
@@ -137,11 +124,11 @@ class ClusterMember:
             left_s = one.due_s - self._clock.now()
             if left_s <= 0:
                 continue
-            one.keys = one.keys[self._store.hint_described(one.keys, left_s).resident :]
+            one.keys = one.keys[self._routing.prefetch(one.keys, left_s).resident :]
             if one.keys:
                 self._open.append(one)
         self._hints["open"] = len(self._open)
 
 
 def _nothing() -> None:
-    """There is no site to tell."""
+    """Do nothing: the store has no site."""

@@ -17,7 +17,7 @@ _PARSED_MAX: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A namespace as its description tells it."""
+    """A namespace read from its description."""
 
     layout: KVLayout
     model: str

@@ -5,7 +5,10 @@ block: its place in core.block.ANSWERS. The first argument of each call is its C
 those that the caller has registered; the engine does not take them from a request.
 """
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -15,19 +18,141 @@ from kvdepot.core.keys import Keys, as_keys, tag_word
 from kvdepot.core.metadata import Tombstone
 from kvdepot.core.order import SessionState
 from kvdepot.core.requests import BLOCK_DTYPE, Array, BlockSize, Offer
+from kvdepot.core.units import format_bytes
 from kvdepot.core.volume import TIER_NAMES, Ints
-from kvdepot.errors import StateError
-from kvdepot.format.record import HEAD_BYTES, filled_producer, filled_tokens
+from kvdepot.depot import check_block_bytes
+from kvdepot.errors import ConfigError, StateError
+from kvdepot.format.record import (
+    HEAD_BYTES,
+    chunk_count,
+    filled_producer,
+    filled_tokens,
+    record_bytes,
+)
 from kvdepot.index.table import NONE, Bools, Rows
-from kvdepot.store.access import Access, Caller
 from kvdepot.store.events import LookedUp, Registered
 from kvdepot.store.move.mover import BlockMover
-from kvdepot.store.read.lease import BlockLease, addresses_of
 from kvdepot.store.read.prefetch import Hint, Prefetcher
 from kvdepot.store.read.reader import ABSENT, Reader, Sink
-from kvdepot.store.state.state import StoreState
+from kvdepot.store.state.state import BlockLease, StoreState
 from kvdepot.store.write.put import NewBlock, Putter
 from kvdepot.store.write.write_back import Flusher
+
+_UNKNOWN: Final = BlockSize(0, 0)
+
+
+@dataclass(eq=False, slots=True)
+class Caller:
+    """The origin of a call: the program that opened the store, one client of the daemon, or other
+    nodes and people, who may use all namespaces that are described on the drives.
+    """
+
+    label: str
+    spaces: dict[int, BlockSize] = field(default_factory=dict)
+    """The namespaces that it has registered: the first word of their keys, and the size of a
+    block."""
+    described: Callable[[int], BlockSize | None] = lambda _: None
+    """The size of blocks of a namespace that it may use without having registered it."""
+
+    def size_of(self, tag: int) -> BlockSize:
+        """The size of blocks of a namespace; zeros if the caller may not use it."""
+        return self.spaces.get(tag) or self.described(tag) or _UNKNOWN
+
+
+class Access:
+    """The namespaces that callers have registered, and those in quarantine. Thread-safe."""
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self._sizes: dict[int, BlockSize] = {}
+        """Block sizes of the namespaces that callers have registered."""
+        self._lock = threading.Lock()
+        """Over `_sizes` and the namespaces of callers; held while a description is written."""
+        self._quarantined = np.zeros(0, np.uint64)
+
+    def register(self, caller: Caller, tag: bytes, size: BlockSize, description: bytes) -> None:
+        """See Engine.register."""
+        if size.block_bytes <= 0 or size.chunk_bytes <= 0:
+            raise ConfigError("layout", "a block without bytes")
+        chunk_count(*size)
+        check_block_bytes(size.block_bytes)
+        self._check_fits(record_bytes(size.block_bytes))
+        word = tag_word(tag)
+        with self._lock:
+            known = self._sizes.get(word, size)
+            if known != size:
+                raise ConfigError(
+                    "layout", f"the namespace is known with {known.block_bytes} bytes"
+                )
+            if word in caller.spaces:
+                return
+            self._state.descriptions.register(tag, description)
+            self._sizes[word] = caller.spaces[word] = size
+
+    def unregister(self, caller: Caller) -> None:
+        """A caller is gone."""
+        with self._lock:
+            tags = [word.to_bytes(8, "little") for word in caller.spaces]
+            caller.spaces.clear()
+            for tag in self._state.descriptions.unregister(tags):
+                self._sizes.pop(tag_word(tag), None)
+
+    def is_registered(self, tag: bytes) -> bool:
+        """True if a caller uses the namespace now."""
+        return tag_word(tag) in self._sizes
+
+    def quarantine(self, tags: Iterable[bytes]) -> None:
+        """Serve and take nothing of these namespaces from now on, and of no others."""
+        self._quarantined = np.array([tag_word(tag) for tag in tags], np.uint64)
+
+    def quarantined(self, keys: Keys) -> Bools | None:
+        """True for keys of a namespace in quarantine; None if no namespace is."""
+        tags = self._quarantined
+        return np.isin(keys[:, 0], tags) if len(tags) else None
+
+    def allowed(self, caller: Caller, blocks: Array) -> tuple[Array, Array]:
+        """The blocks with the sizes that are registered, and the indices of those that the caller
+        may have.
+        """
+        sizes, chunks = self.sizes_for(caller, blocks["key"])
+        stop = np.where(blocks["stop"] == 0, sizes, blocks["stop"])
+        blocks = blocks.copy()
+        blocks["payload_bytes"], blocks["chunk_bytes"], blocks["stop"] = sizes, chunks, stop
+        return blocks, np.flatnonzero((sizes > 0) & (stop <= sizes))
+
+    def sizes_for(self, caller: Caller, keys: Keys) -> tuple[Array, Array]:
+        """Bytes of a block and of a chunk for each key; zeros for keys that the caller may not
+        use.
+        """
+        tags, sizes = keys[:, 0], np.zeros((2, len(keys)), np.int64)
+        for tag in set(tags.tolist()).difference(self._quarantined.tolist()):
+            sizes[:, tags == tag] = np.array([caller.size_of(tag)]).T
+        return sizes[0], sizes[1]
+
+    def _check_fits(self, nbytes: int) -> None:
+        """Raise ConfigError for blocks that a tier could never hold."""
+        state = self._state
+        if not state.arena.chunks_for(nbytes):
+            raise ConfigError(
+                "dram.capacity", f"a block takes {format_bytes(nbytes)}, more than the tier has"
+            )
+        if not state.lower_tiers:
+            return
+        if not state.staging.chunks_for(nbytes):
+            raise ConfigError(
+                "writeback.staging", f"a block takes {format_bytes(nbytes)}, more than there is"
+            )
+        for lower in state.lower_tiers:
+            facts = (one for _, one in lower.volumes.all_facts() if not one.lost)
+            room = min((one.record_bytes_max for one in facts), default=nbytes)
+            if nbytes > room:
+                segment = f"{lower.name}.segment"
+                raise ConfigError(
+                    segment,
+                    f"a block takes {format_bytes(nbytes)}, a segment of this store holds "
+                    f"{format_bytes(room)}",
+                    hint=f"make a new store with a larger {segment} or {lower.name}.capacity",
+                )
 
 
 class Engine:
@@ -57,10 +182,10 @@ class Engine:
         raise StateError("the address is not in the store's memory")
 
     def address_of(self, slot: NewBlock) -> int:
-        """Where the record of a new block is to lie."""
+        """Return the address for the record of a new block."""
         return self.state.arena.address + slot.slot
 
-    def close(self, timeout_s: float) -> bool:
+    def join(self, timeout_s: float) -> bool:
         """Wait for what is under way. False: the kernel or a thread still uses the memory."""
         return self.prefetcher.close(timeout_s) and self.reader.close(timeout_s)
 
@@ -69,6 +194,7 @@ class Engine:
 
         Raises ConfigError if its blocks do not fit, or another caller has it with another size.
         """
+        self.state.check_open()
         self.access.register(caller, tag, size, description)
         self.state.events.emit(Registered(tag, description))
 
@@ -81,6 +207,7 @@ class Engine:
 
         Waits for the lock only if something is missing. `counts`: it is a lookup of a prompt.
         """
+        self.state.check_open()
         residency = self._all_resident(keys)
         if residency is None:
             with self.state.lock:
@@ -93,6 +220,7 @@ class Engine:
     def lease(self, caller: Caller, keys: Keys) -> BlockLease:
         """Protect the longest resident prefix from eviction, and count it as used."""
         state, catalog = self.state, self.state.catalog
+        state.check_open()
         with state.lock:
             resident = self._resident(keys)
             found = bytes(self._codes[catalog.residency.array[resident]])
@@ -126,10 +254,10 @@ class Engine:
         dropped and read from elsewhere. What the sink raises is passed on. With `keep`, blocks that
         came to stay are protected until it is released.
         """
-        with self.state.using():
+        with self.state.using:
             blocks, wanted = self.access.allowed(caller, blocks)
             codes = self.reader.read(blocks, wanted, timeout_s, keep=keep, sink=sink, verify=verify)
-        return _answers(codes, wanted, len(blocks))
+        return codes if len(wanted) == len(blocks) else _answers(codes, wanted, len(blocks))
 
     def deliver(
         self,
@@ -145,17 +273,17 @@ class Engine:
 
         `verify_concurrently`: see core.depot.Lease.deliver.
         """
-        with self.state.using():
+        with self.state.using:
             blocks, wanted = self.access.allowed(caller, blocks)
             codes = self.reader.read(
                 blocks, wanted, timeout_s,
                 sink=sink, concurrently=verify_concurrently, is_use=False,
             )  # fmt: skip
-        return _answers(codes, wanted, len(blocks))
+        return codes if len(wanted) == len(blocks) else _answers(codes, wanted, len(blocks))
 
     def put(self, caller: Caller, offer: Offer, timeout_s: float) -> list[PutResult]:
         """Copy blocks into memory and queue them for the drives. See core.depot.Depot.put_many."""
-        with self.state.using():
+        with self.state.using:
             answers = self._with_slots(caller, offer, self.putter.store, timeout_s)[1]
             self._flusher.write_through(timeout_s)
             return answers
@@ -195,6 +323,7 @@ class Engine:
         Waits for those that are being written. Returns how many were there.
         """
         state = self.state
+        state.check_open()
         tiers = [lower for lower in state.lower_tiers if lower.writable]
         limit_s = max((lower.config.write_timeout for lower in tiers), default=0.0)
         names: list[bytes] = [tag] if keys is None else [*dict.fromkeys(as_keys(keys))]
@@ -230,7 +359,7 @@ class Engine:
                 blocks = np.zeros(len(rows), BLOCK_DTYPE)
                 blocks["key"] = keys[: len(rows)]
                 blocks, wanted = self.access.allowed(caller, blocks)
-                away = wanted[addresses_of(state, rows[wanted]) == 0]
+                away = wanted[state.addresses(rows[wanted]) == 0]
                 parts.append(
                     blocks[away[catalog.nbytes.array[rows[away]] == blocks["payload_bytes"][away]]]
                 )
@@ -246,6 +375,7 @@ class Engine:
 
     def flush(self, caller: Caller, timeout_s: float, keys: Keys | None = None) -> FlushReport:
         """Wait until what was put before is durable. See core.depot.Depot.flush."""
+        self.state.check_open()
         return self._flusher.flush(timeout_s, keys)
 
     def _all_resident(self, keys: Keys) -> Array | None:
@@ -328,8 +458,6 @@ class Engine:
 
 def _answers(codes: bytes, wanted: Ints, count: int) -> bytes:
     """An answer for each block of a call: ABSENT for those that the caller may not have."""
-    if len(wanted) == count:
-        return codes
     answers = np.full(count, ABSENT, np.uint8)
     answers[wanted] = np.frombuffer(codes, np.uint8)
     return answers.tobytes()

@@ -61,7 +61,7 @@ class Counted:
 
 @dataclass(slots=True)
 class Took:
-    """A stage of a call took so long. `what` is the tier or the request."""
+    """The duration of one stage of a call. `what` is the tier or the request."""
 
     stage: str
     what: str

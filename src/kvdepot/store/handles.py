@@ -1,15 +1,15 @@
-"""What a program holds of a store in this process: leases and reservations."""
+"""Leases and reservations of a store in this process."""
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvdepot.core.block import ANSWERS, BlockKey, GetResult, PutResult
+from kvdepot.core.block import ANSWERS, GetResult, PutResult
 from kvdepot.core.depot import Arrival, Lease, Reservation, Sink
+from kvdepot.core.keys import as_keys
 from kvdepot.core.requests import Arrived
+from kvdepot.depot import Namespaces
 from kvdepot.errors import LeaseError
-from kvdepot.format.requests import Namespaces
-from kvdepot.store.access import Caller
-from kvdepot.store.engine import Engine
-from kvdepot.store.read.lease import BlockLease
+from kvdepot.store.engine import Caller, Engine
+from kvdepot.store.state.state import BlockLease
 from kvdepot.store.write.put import NewBlock
 
 
@@ -21,10 +21,9 @@ class StoreLease(Lease):
         engine: Engine,
         caller: Caller,
         namespaces: Namespaces,
-        keys: list[BlockKey],
         lease: BlockLease,
     ) -> None:
-        self.keys = keys
+        self.keys = as_keys(lease.words)
         self._engine = engine
         self._caller = caller
         self._namespaces = namespaces
@@ -43,7 +42,7 @@ class StoreLease(Lease):
         *,
         start: int = 0,
         stop: int | None = None,
-        beside: bool = False,
+        verify_concurrently: bool = False,
         timeout_s: float | None = None,
     ) -> list[GetResult]:
         self._check()
@@ -69,7 +68,12 @@ class StoreLease(Lease):
             )
 
         codes = self._engine.deliver(
-            self._caller, self._lease, blocks, timeout_s, hand_over, verify_concurrently=beside
+            self._caller,
+            self._lease,
+            blocks,
+            timeout_s,
+            hand_over,
+            verify_concurrently=verify_concurrently,
         )
         return [ANSWERS[code] for code in codes]
 

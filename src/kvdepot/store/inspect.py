@@ -1,4 +1,4 @@
-"""What tests and benchmarks see of a store, and do to it, beyond its public calls."""
+"""Access to a store's internals for tests and benchmarks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class StoreInspector:
             return self.state.catalog.rows(keys)
 
     def locations(self, keys: Sequence[BlockKey], number: int = 0) -> list[int]:
-        """Where blocks lie in a lower tier; NONE where they do not."""
+        """Locations of blocks in a lower tier; NONE for absent ones."""
         copies = self.lower(number).copies
         with self.state.lock:
             rows = self.state.catalog.rows(keys)
@@ -67,7 +67,7 @@ class StoreInspector:
         return [volume_of(location) for location in self.locations(keys, number)]
 
     def are_in(self, keys: Sequence[BlockKey], number: int = 0) -> list[bool]:
-        """Whether each block is in a lower tier."""
+        """True for each block that is in a lower tier."""
         return [location != NONE for location in self.locations(keys, number)]
 
     def drop_from_memory(self, keys: Sequence[BlockKey] | None = None) -> None:

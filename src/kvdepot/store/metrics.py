@@ -88,7 +88,7 @@ def _samples(found: Any, path: Sequence[str], tiers: Iterable[str]) -> Samples:
 
 
 def _children(found: Any, part: str, tiers: Iterable[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """What one part of a path leads to, with the value of its label."""
+    """Values below one part of a path, each with the value of its label."""
     label = _LABEL.fullmatch(part)
     if isinstance(found, list):
         for one in found:
@@ -420,22 +420,22 @@ METRICS: Final = (
         "sessions.forgotten",
         "Sessions forgotten because there were too many.",
     ),
-    _gauge("contracts", "sessions.contracts", "Contracts of retention in force."),
+    _gauge("pins", "sessions.pins", "Pins in force."),
     _counter(
-        "contract_events",
-        "sessions.contracts_{event:granted,refused,ended}",
-        "Contracts granted, requests refused, and contracts ended.",
+        "pin_events",
+        "sessions.pins_{event:granted,refused,ended}",
+        "Pins granted, requests refused, and pins ended.",
     ),
     _gauge(
-        "contract_blocks",
-        "sessions.contract_blocks",
-        "Blocks under contract, as counted some seconds ago.",
+        "pinned_blocks",
+        "sessions.pinned_blocks",
+        "Pinned blocks, as counted some seconds ago.",
     ),
-    _gauge("contract_bytes", "sessions.contract_bytes", "Bytes of their records."),
+    _gauge("pinned_bytes", "sessions.pinned_bytes", "Bytes of their records."),
     _gauge(
-        "contract_missing_blocks",
-        "sessions.contract_missing_blocks",
-        "Blocks under contract that no durable tier has any more; above 0 is a broken promise.",
+        "pinned_missing_blocks",
+        "sessions.pinned_missing_blocks",
+        "Pinned blocks that no durable tier has any more; above 0 is an error.",
     ),
     Metric(
         "kvdepot_audited_blocks_total",

@@ -11,21 +11,19 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from kvdepot.cluster.link import connect_options
-from kvdepot.config.settings import Config, CxlConfig, load
+from kvdepot.config.settings import Config, load
 from kvdepot.core.clock import Clock, StampClock, SystemClock, WallClock
 from kvdepot.core.volume import VolumeContext
 from kvdepot.errors import ConfigError
-from kvdepot.format.record import round_up
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.pinned_rows import PinnedRows
 from kvdepot.io.files import Files
-from kvdepot.memory.arena import Arena
-from kvdepot.memory.dax import open_device
-from kvdepot.memory.memory import HUGE_BYTES, Memory, trim_heap
-from kvdepot.memory.numa import check_node
+from kvdepot.memory.arena import Arena, open_arena, open_cxl_arena
+from kvdepot.memory.memory import HugePages, Memory, trim_heap
 from kvdepot.policy.eviction import order_named
 from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.store.drives.disk_room import shortages
+from kvdepot.store.drives.maintenance import VolumeMaintenance
 from kvdepot.store.state.lower_tier import LowerTier, TierVolumes
 from kvdepot.store.state.state import StoreClocks, StoreMemory, StoreState
 from kvdepot.store.store import Store
@@ -34,7 +32,6 @@ from kvdepot.volumes.registry import ConfiguredVolumes
 
 _log = logging.getLogger("kvdepot.store")
 Mode = Literal["rw", "r"]
-HugePages = Literal["auto", "always", "never"]
 
 
 def open_store(
@@ -67,7 +64,7 @@ def assemble(
 ) -> Store:
     """`open_store` for a finished configuration.
 
-    `files` puts something between the store and its disks; `wall` tells the time of day.
+    `files` replaces access to the disks in tests; `wall` is the clock for the time of day.
     """
     if config.nats is not None:
         connect_options(config.nats)  # refuse what cannot work before anything is open
@@ -79,20 +76,20 @@ def assemble(
         for disk in shortages(config):
             _log.warning("%s; blocks are evicted when the disk is full", disk)
     with contextlib.ExitStack() as held:
-        configured = ConfiguredVolumes(config, wall, files, writable=writable)
+        configured = ConfiguredVolumes(config, files)
         held.callback(configured.close)
         volumes = VolumeSet(VolumeContext(clock, wall, stamps, writable))
         contents = volumes.open_all(configured.openers)
         held.callback(volumes.close)
         dram = config.dram
-        arena = _arena("dram.capacity", dram.capacity, dram.huge_pages, shared=dram.shared)
+        arena = open_arena("dram.capacity", dram.capacity, dram.huge_pages, shared=dram.shared)
         held.callback(arena.close)
         huge_pages: HugePages = "never" if dram.huge_pages == "never" else "auto"
-        staging = _arena(
+        staging = open_arena(
             "writeback.staging", config.writeback.staging, huge_pages, shared=dram.shared
         )
         held.callback(staging.close)
-        cxl = _slower_arena(config.cxl, shared=dram.shared) if config.cxl else None
+        cxl = open_cxl_arena(config.cxl, shared=dram.shared) if config.cxl else None
         if cxl is not None:
             held.callback(cxl.close)
         _lock(config, arena, cxl)
@@ -110,7 +107,7 @@ def assemble(
         )
         for settings, copies in zip(config.lower_tiers, catalog.files, strict=False)
     ]
-    promises = _take_in(catalog, lower_tiers, contents)
+    pinned = _take_in(catalog, lower_tiers, contents)
     touched = [arena] * config.dram.prefault
     touched += [staging] * (config.dram.prefault or config.writeback.prefault)
     for one in touched:
@@ -119,28 +116,29 @@ def assemble(
         cxl.memory.prefault(bool)
     memory = StoreMemory([arena, cxl] if cxl else [arena], staging, return_times)
     state = StoreState(config, StoreClocks(clock, stamps), catalog, memory, volumes, lower_tiers)
-    return Store(state, configured, promises, wall)
+    maintenance = VolumeMaintenance(state, configured.opener)
+    return Store(state, maintenance, pinned, wall, configured.close)
 
 
 def _take_in(
     catalog: Catalog, lower_tiers: Sequence[LowerTier], contents: Sequence[Blocks]
 ) -> PinnedRows:
     """Enter what was found, the fullest tier first: an empty index takes in millions at once.
-    Returns where the tiers look up what is under contract.
+    Returns where the tiers look up what is pinned.
     """
-    promises = PinnedRows(catalog.table)
+    pinned = PinnedRows(catalog.table)
     found = []
     for lower in lower_tiers:
-        lower.share(promises, lower_tiers)
+        lower.share(pinned, lower_tiers)
         found.append((lower, [contents[entry.number] for entry in lower.volumes.entries]))
     for lower, parts in sorted(found, key=lambda one: -sum(len(part.words) for part in one[1])):
         lower.insert_recovered(parts)
         trim_heap()
-    return promises
+    return pinned
 
 
 def _register(configured: ConfiguredVolumes, memory: Memory) -> None:
-    """Tell the I/O engines of memory that is faulted in."""
+    """Register faulted-in memory with the I/O engines."""
     configured.register_memory(memory)
 
 
@@ -152,30 +150,6 @@ def _lock(config: Config, arena: Arena, cxl: Arena | None) -> None:
             raise ConfigError(
                 setting, "the memlock limit is too low", hint="ulimit -l unlimited, or lock = false"
             )
-
-
-def _slower_arena(config: CxlConfig, *, shared: bool) -> Arena:
-    """The memory that the `cxl` settings name."""
-    nbytes = config.capacity
-    try:
-        if config.node is not None:
-            check_node("cxl.node", config.node, nbytes)
-            return Arena(nbytes, memory=Memory.on_node(nbytes, config.node, shared=shared))
-        if config.path is not None:
-            whole = round_up(nbytes, HUGE_BYTES)
-            fd = open_device("cxl.path", config.path, whole)
-            return Arena(nbytes, memory=Memory.mapped((fd, whole)))
-    except OSError as error:
-        setting = "cxl.path" if config.path is not None else "cxl.node"
-        raise ConfigError(setting, f"cannot map the memory: {error.strerror}") from error
-    return _arena("cxl.capacity", nbytes, "auto", shared=shared)
-
-
-def _arena(path: str, nbytes: int, huge_pages: HugePages, *, shared: bool = False) -> Arena:
-    try:
-        return Arena(nbytes, huge_pages, shared=shared)
-    except OSError as error:
-        raise ConfigError(path, f"cannot get the memory: {error.strerror}") from error
 
 
 def _raise_open_files_limit() -> None:

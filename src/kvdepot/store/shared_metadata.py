@@ -31,7 +31,7 @@ _REMOTE_KINDS: Final = frozenset({MetaKind.NAMESPACE, MetaKind.TOMBSTONE})
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How many volumes have taken metadata, of how many that should have it."""
+    """Number of volumes that wrote metadata, and of volumes that should have."""
 
     have: int
     should: int
@@ -48,9 +48,9 @@ class SharedMetadata:
         self._stamps = stamps
         self._writable = writable
         self._known = Metadata()
-        """What the local volumes know together."""
+        """Metadata of all local volumes together."""
         self._remote = Metadata()
-        """What other nodes have written to volumes that they share with this one."""
+        """Metadata of other nodes on volumes that they share with this one."""
         self._behind: set[VolumeEntry] = set()
         """Volumes that lack metadata which was given to the store."""
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class SharedMetadata:
             return Metadata(dict(self._known.entries), dict(self._known.tombstones))
 
     def tombstones(self) -> tuple[dict[bytes, Tombstone], int]:
-        """What all volumes know to be removed, and the floor: segments with this id or a lower one
+        """Tombstones of all volumes, and the floor: segments with this id or a lower one
         do not count.
         """
         with self._lock:
@@ -171,7 +171,7 @@ class SharedMetadata:
             (self._behind.discard if done else self._behind.add)(entry)
 
     def _are_missing(self, local: Sequence[VolumeEntry]) -> bool:
-        """Whether a local volume is away, or lacks metadata that the others have."""
+        """True if a local volume is away, or lacks metadata that the others have."""
         with self._lock:
             members = self._known.values(MetaKind.MEMBER).keys()
             behind = any(not entry.is_remote for entry in self._behind)

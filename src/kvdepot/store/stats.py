@@ -1,4 +1,4 @@
-"""What a store holds now, as plain values for `stats`."""
+"""The present contents of a store as plain values, for `stats`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from kvdepot.store.write.memory_eviction import ArenaTier
 
 
 def describe(state: StoreState) -> dict[str, Any]:
-    """What each tier holds and how it is."""
+    """Describe the contents and the state of each tier."""
     assert state.lock.held()
     tiers = {memory.name: _memory(memory) for memory in state.memory_tiers}
     if state.config.cxl is not None:
@@ -33,14 +33,6 @@ def describe(state: StoreState) -> dict[str, Any]:
         "staging_bytes": state.staging.used_bytes,
         "index_bytes": state.catalog.table.memory_bytes(),
     }
-
-
-def describe_drives_of(state: StoreState, tier: str) -> list[dict[str, Any]]:
-    """The volumes of one tier that are used."""
-    found = [
-        one for lower in state.lower_tiers if lower.name == tier for one in lower.volumes.describe()
-    ]
-    return [drive for drive in found if not drive.get("drained") and not drive.get("draining")]
 
 
 def _memory(memory: ArenaTier) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class VolumeEntry:
     is_remote: bool = False
     identity: bytes = b""
     mounts: int = 0
-    """How often it was opened: what was appended before is gone."""
+    """Number of times it was opened: what was appended before is gone."""
     token: int = 0
     news: list[Contents] = field(default_factory=list)
     has_news: bool = False
@@ -30,4 +30,4 @@ class VolumeEntry:
     retired: bool = False
     """It holds nothing and is used no more; its number may be given to another volume."""
     capacity_bytes: int | None = None
-    """What it was resized to."""
+    """Capacity after a resize."""

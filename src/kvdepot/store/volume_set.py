@@ -73,14 +73,14 @@ class VolumeSet:
 
     @property
     def are_shared(self) -> bool:
-        """Whether other nodes write to one of them."""
+        """True if other nodes write to one of them."""
         return any(entry.is_remote for entry in self.entries)
 
     def facts(self, number: int) -> VolumeFacts:
         return self.entries[number].volume.facts()
 
     def is_up(self, location: int) -> bool:
-        """Whether the volume of this location works, as far as is known."""
+        """True unless the volume of this location is known to be down."""
         return volume_of(location) not in self.down
 
     def open_all(self, wanted: Sequence[tuple[str, str, OpenVolume]]) -> list[Blocks]:
@@ -188,7 +188,7 @@ class VolumeSet:
                     entry.has_news = True
 
     def take_news(self, entry: VolumeEntry) -> list[tuple[Contents, Blocks]]:
-        """What other nodes have changed on a volume: all of it, and the blocks that have come."""
+        """Read the changes of other nodes on a volume: its contents, and its new blocks."""
         with self._lock:
             parts, entry.news, entry.has_news = entry.news, [], False
         parts.append(entry.volume.contents(entry.token))
@@ -221,7 +221,6 @@ class VolumeSet:
             on_change=lambda change: self._changed(entry, change),
         )
         entry.volume = entry.open(context)
-        entry.mounts += 1
         facts = entry.volume.facts()
         entry.is_remote, entry.identity = facts.is_remote, facts.identity
 
@@ -296,4 +295,4 @@ class VolumeSet:
 
 
 def _nothing() -> None:
-    """No other node is to be told."""
+    """Do nothing: no other node uses these volumes."""

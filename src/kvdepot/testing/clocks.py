@@ -1,10 +1,10 @@
-"""A clock that moves only when told to."""
+"""A clock that moves only when a test moves it."""
 
 import threading
 
 
 class ManualClock:
-    """Seconds that pass only by `sleep` and `advance`. Thread-safe."""
+    """A clock that only `sleep` and `advance` move. Thread-safe."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s
@@ -14,7 +14,7 @@ class ManualClock:
         return self._now_s
 
     def sleep(self, seconds: float) -> None:
-        """Let the time pass without waiting for it."""
+        """Move the clock without waiting."""
         with self._lock:
             self._now_s += max(0.0, seconds)
 

@@ -1,4 +1,4 @@
-"""The laws of core.volume.Volume as tests: subclass VolumeContract, give a `volume` fixture, done.
+"""The laws of core.volume.Volume as tests. Subclass VolumeContract and define a `volume` fixture:
 
     class TestMyVolume(VolumeContract):
         @pytest.fixture
@@ -7,8 +7,8 @@
             yield volume
             volume.close()
 
-The volume must be fresh, and hold some dozens of records of 20 KiB; with 64 MiB or less the tests
-that fill it are quick. A volume that keeps its blocks also gives a `reopen` fixture.
+The volume must be empty and have room for some dozens of records of 20 KiB; with 64 MiB or less the
+tests that fill it are quick. If the volume is persistent, define a `reopen` fixture too.
 """
 
 import itertools
@@ -64,7 +64,7 @@ class VolumeContract:
 
     @pytest.fixture
     def reopen(self) -> Reopen | None:
-        """Closes the volume and opens it again. None: the volume is volatile."""
+        """Closes the volume and opens it again; None if the volume is volatile."""
         return None
 
     @pytest.mark.parametrize("payload_bytes", SIZES)
@@ -97,7 +97,7 @@ class VolumeContract:
 
     @pytest.mark.parametrize("asked", [1 << 20, 0])
     def test_large_chunks(self, volume: Volume, asked: int) -> None:
-        """With 0 the chunks are those that the head names."""
+        """0 means the chunk size in the head."""
         key = make_key(1)
         (place,) = put(volume, make_records([key], PAYLOAD_BYTES, 1 << 20))
         reads = Reads().add(key, place, PAYLOAD_BYTES, chunk_bytes=asked)
@@ -417,13 +417,13 @@ class VolumeContract:
 
 
 class VolumeMachine(RuleBasedStateMachine):
-    """Any sequence of calls leaves the volume and a dict in agreement."""
+    """Random sequences of calls must leave the volume in agreement with a dict."""
 
     def __init__(self, volume: Volume) -> None:
         super().__init__()
         self.volume = volume
         self.model: dict[int, tuple[BlockKey, int]] = {}
-        """Place to key and payload bytes."""
+        """Key and payload size by place."""
 
     def teardown(self) -> None:
         self._discard(list(self.model))
@@ -479,7 +479,7 @@ class VolumeMachine(RuleBasedStateMachine):
 
 
 class _User(threading.Thread):
-    """Appends, reads and discards its own blocks, and says what went wrong."""
+    """A thread that appends, reads and discards its own blocks, and records errors."""
 
     def __init__(self, volume: Volume, number: int, wrong: list[str]) -> None:
         super().__init__(name=f"contract-user-{number}")
@@ -510,13 +510,13 @@ class _User(threading.Thread):
 
 
 def put(volume: Volume, records: Records) -> list[int]:
-    """Append records; their places."""
+    """Append records. Returns their places."""
     places: list[int] = volume.append(records.rows).tolist()
     return places
 
 
 def read(volume: Volume, reads: Reads, timeout_s: float = TIMEOUT_S) -> list[int]:
-    """Read; the outcomes. Nothing is under way afterwards."""
+    """Read and wait. Returns the outcomes."""
     reading = volume.read(reads.rows, Priority.FOREGROUND, timeout_s)
     outcomes: list[int] = reading.result().tolist()
     assert reading.released(TIMEOUT_S)
@@ -529,21 +529,21 @@ def discard(volume: Volume, places: Sequence[int], payload_bytes: int = PAYLOAD_
 
 
 def release_dead(volume: Volume) -> int:
-    """Release the sealed segments in which no block is in use; how many."""
+    """Release the sealed segments without a block in use. Returns their number."""
     table = volume.segments()
     dead = table.segments[table.sealed & (table.live_count == 0)]
     return sum(volume.release(segment) for segment in dead.tolist())
 
 
 def opened(reopen: Reopen | None) -> Volume:
-    """The volume after a restart. Skips the test where it keeps nothing."""
+    """The volume after a restart. Skips the test if the volume is volatile."""
     if reopen is None:
         pytest.skip("this volume is volatile")
     return reopen()
 
 
 def contents_of(volume: Volume) -> dict[BlockKey, tuple[int, int]]:
-    """Place and payload bytes of the blocks that were found and not removed, by key."""
+    """Place and payload size of the recovered blocks that were not removed, by key."""
     contents = volume.contents(None)
     keys = [BlockKey(words.tobytes()) for words in contents.words]
     assert len(set(keys)) == len(keys), "a key came twice"
@@ -571,7 +571,7 @@ def load(volume: Volume, key: BlockKey, place: int, payload_bytes: int = PAYLOAD
 
 
 def fill(volume: Volume, first: int = 0) -> dict[BlockKey, int]:
-    """Store blocks until there is no room; where each of them is."""
+    """Store blocks until the volume is full. Returns the place of each."""
     kept: dict[BlockKey, int] = {}
     most = volume.facts().capacity_bytes // record_bytes(PAYLOAD_BYTES) + 1
     for number in range(first, first + most, AT_ONCE):

@@ -1,4 +1,4 @@
-"""Daemons in processes of their own, to be stopped, killed and started again."""
+"""Daemons in separate processes that tests can stop, kill and start again."""
 
 import json
 import os
@@ -21,11 +21,11 @@ from kvdepot.daemon.client.remote import RemoteStore
 _STOP_S: Final = 60.0
 _LOOK_S: Final = 0.001
 _CALL_S: Final = 30.0
-"""Test machines are slow, and a late answer would look like a lost daemon."""
+"""Long, because on a slow test machine a late answer would look like a lost daemon."""
 
 
 class RunningCommand(Protocol):
-    """What is used of a Popen."""
+    """The members of Popen that DaemonProcess uses."""
 
     @property
     def pid(self) -> int: ...
@@ -38,16 +38,17 @@ class RunningCommand(Protocol):
 
 
 def run_command(arguments: Sequence[str], log: TextIO) -> RunningCommand:
-    """`kvdepot` with these arguments, in an interpreter of its own."""
+    """Start `kvdepot` with these arguments in a new process."""
     command = [sys.executable, "-m", "kvdepot", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
 
 
 class DaemonProcess:
-    """`kvdepot serve` with these settings on a socket in `folder`. A scope: killed at its end."""
+    """`kvdepot serve` with these settings and a socket in `folder`. A context manager that kills it.
+    """
 
     run = staticmethod(run_command)
-    """How its command is started; tests have a quicker way."""
+    """Starts the command; tests replace it with a faster function."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *options: str) -> None:
         self.socket = folder / "depot.sock"
@@ -60,7 +61,7 @@ class DaemonProcess:
 
     @property
     def address(self) -> str:
-        """For `kvdepot.open`."""
+        """The address for `kvdepot.open`."""
         return f"unix:{self.socket}"
 
     @property
@@ -69,22 +70,22 @@ class DaemonProcess:
         return self._process.pid
 
     def start(self) -> None:
-        """Start it; it is ready when this returns."""
+        """Start the daemon and wait until it is ready."""
         arguments = ["serve", "--json", "--config", str(self._config)]
         arguments += ["--socket", str(self.socket), *self._options]
         with self._log.open("w") as log:
             self._process = self.run(arguments, log)
         assert self._process.stdout is not None
-        said = self._process.stdout.readline()
-        if not said:
+        line = self._process.stdout.readline()
+        if not line:
             self._process.wait()
             raise AssertionError(f"the daemon did not start: {self._log.read_text()}")
-        self.ready: dict[str, Any] = json.loads(said)
-        """The line that it said when it was ready."""
+        self.ready: dict[str, Any] = json.loads(line)
+        """The line that the daemon printed when it was ready."""
         assert self.ready["ready"]
 
     def stop(self) -> int:
-        """Ask it to end, and wait. Returns its exit status; fails if it complained."""
+        """Stop the daemon. Returns its exit status; fails if it logged an error."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         status = self._process.wait(_STOP_S)
@@ -92,14 +93,14 @@ class DaemonProcess:
         return status
 
     def kill(self) -> None:
-        """kill -9. Fails if it had complained before."""
+        """Kill the daemon with SIGKILL. Fails if it had logged an error."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
         self._check_log()
 
     def pause(self) -> None:
-        """Let it hang until `resume`. All its threads have stopped when this returns."""
+        """Stop all threads of the daemon until `resume`."""
         os.kill(self.pid, signal.SIGSTOP)
         while not all(map(_is_stopped, Path(f"/proc/{self.pid}/task").iterdir())):
             time.sleep(_LOOK_S)
@@ -126,7 +127,7 @@ def _is_stopped(task: Path) -> bool:
 
 
 class DaemonStore(RemoteStore):
-    """The store of a daemon that has no other client: closing it stops the daemon."""
+    """The store of a daemon without other clients; closing it stops the daemon."""
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self.daemon = daemon
@@ -143,5 +144,5 @@ class DaemonStore(RemoteStore):
 
 
 def open_daemon(folder: Path, settings: Mapping[str, Any]) -> DaemonStore:
-    """A new daemon with these settings, and its store, which is used as any other."""
+    """Start a daemon with these settings. Returns its store, which has the usual interface."""
     return DaemonStore(DaemonProcess(folder, settings))

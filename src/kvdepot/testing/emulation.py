@@ -1,10 +1,10 @@
-"""Drives that this machine does not have: real I/O, delayed as such a drive would delay it.
+"""Emulated drives: real I/O, delayed to the speed of another drive.
 
-The bytes are really read and written; then the caller sleeps until a drive of that bandwidth, seek
-time and latency would have been done. One head a drive: transfers queue up, and one that does not
-begin where the last one ended pays for a seek.
+The bytes are read and written; then the caller sleeps until a drive of the given bandwidth, seek
+time and latency would be done. Each drive has one head: transfers queue, and one that does not
+start at the end of the previous one takes a seek.
 
-A test or a benchmark opens a store on such drives with `open_emulated`. A daemon loads one as a
+Tests and benchmarks open a store on such drives with `open_emulated`. A daemon loads one as a
 plug-in volume:
 
     [plugin]
@@ -35,19 +35,19 @@ from kvdepot.volumes.log.volume import LogVolume
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriveModel:
-    """How fast one emulated drive is."""
+    """The speed of one emulated drive."""
 
     read_bandwidth: Bytes
-    """Bytes that it reads in a second."""
+    """Bytes read per second."""
 
     write_bandwidth: Bytes
-    """Bytes that it writes in a second."""
+    """Bytes written per second."""
 
     seek: Seconds = 0.0
-    """Seek and rotation before a transfer that does not begin where the last one ended."""
+    """Seek and rotation time before a transfer that does not start where the last one ended."""
 
     latency: Seconds = 0.0
-    """Time that every transfer takes beside others that are under way."""
+    """Additional time of each transfer; transfers in flight overlap in it."""
 
     def __post_init__(self) -> None:
         for name in ("read_bandwidth", "write_bandwidth"):
@@ -59,7 +59,7 @@ class DriveModel:
 
 
 def open_emulated(models: Mapping[str, DriveModel], **settings: Any) -> Store:
-    """`kvdepot.open(**settings)`, with all drives of the tiers that `models` names emulated."""
+    """`kvdepot.open(**settings)` with emulated drives in the tiers that `models` names."""
     config = load(overrides=settings)
     drives = {
         str(path): models[tier.TIER]
@@ -80,7 +80,6 @@ def emulated_drive(config: PluginConfig, context: VolumeContext) -> LogVolume:
         capacity_bytes=config.capacity,
         segment_bytes=drive.segment_bytes,
         write_timeout_s=config.write_timeout,
-        writable=context.writable,
         tier=config.TIER,
         contiguous_bytes=drive.contiguous_bytes if model.seek else 0,
     )
@@ -89,7 +88,7 @@ def emulated_drive(config: PluginConfig, context: VolumeContext) -> LogVolume:
 
 @dataclass(slots=True)
 class EmulatedHead:
-    """Where an emulated drive is, and until when it is busy."""
+    """The position of an emulated drive, and the time until which it is busy."""
 
     model: DriveModel
     free_at_s: float = 0.0
@@ -99,7 +98,7 @@ class EmulatedHead:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def move(self, fd: int, offset: int, nbytes: int, *, read: bool, now_s: float) -> float:
-        """Transfer after everything before; returns when it will be done."""
+        """Queue a transfer. Returns the time at which it will be done."""
         model = self.model
         bandwidth = model.read_bandwidth if read else model.write_bandwidth
         with self.lock:
@@ -112,7 +111,7 @@ class EmulatedHead:
 
 @dataclass(frozen=True, slots=True)
 class Delayed:
-    """Ops that an emulated drive has not finished; the real ones have ended."""
+    """Operations that the emulated drive has not finished; the real ones have ended."""
 
     done_at_s: float
     real: Pending | None
@@ -147,7 +146,7 @@ class EmulatedFiles(Files):
             self._head_of[fd] = self._heads.setdefault(drive, EmulatedHead(model))
 
     def slow_down(self, drive: str, factor: float) -> None:
-        """From now on a drive takes `factor` times as long as its model says."""
+        """Make all later operations of a drive `factor` times as slow as its model."""
         model = self._model_of(drive)
         assert model is not None, f"{drive} is not emulated"
         self._heads.setdefault(drive, EmulatedHead(model)).slowdown = factor
@@ -182,7 +181,7 @@ class EmulatedFiles(Files):
         self._sleep(self._move(fd, offset, len(data), started_s, read=False))
 
     def _move(self, fd: int, offset: int, nbytes: int, now_s: float, *, read: bool) -> float:
-        """When the drive would be done with what was asked of it at `now_s`."""
+        """The time at which the drive would end a transfer requested at `now_s`."""
         head = self._head_of.get(fd)
         if head is None or not nbytes:
             return now_s

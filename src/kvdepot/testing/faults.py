@@ -4,10 +4,10 @@
     store = assemble(config, files=files)
     files.add(Fault(Call.RUN_WRITE, Fail(errno.ENOSPC), skip=3, times=2))
 
-Every operation is counted by its kind; each one of a batch counts for itself. RUN_WRITE, WRITE and
-ALLOCATE change the disk and are the *write boundaries*: `files.boundaries` says how many there
-were, and `Fault.at_boundary` makes something happen at the nth. An operation meets the first fault
-that speaks of it. Where one of a batch meets a fault, the batch runs one by one, in order.
+Operations are counted by kind, those of a batch one by one. RUN_WRITE, WRITE and ALLOCATE change
+the disk and are the *write boundaries*: `files.boundaries` counts them, and `Fault.at_boundary`
+applies an effect at the nth. The first fault that matches an operation applies. If an operation of
+a batch has a fault, the operations of the batch run one by one, in order.
 """
 
 import errno
@@ -28,7 +28,7 @@ from kvdepot.native.memory import view_at
 
 
 class Call(Enum):
-    """What a drive asks of its disk."""
+    """Operations of a drive on its disk."""
 
     RUN_READ = "run-read"
     RUN_WRITE = "run-write"
@@ -43,13 +43,13 @@ BOUNDARIES: Final = frozenset({Call.RUN_WRITE, Call.WRITE, Call.ALLOCATE})
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation, as a fault's `where` sees it."""
+    """One operation; the argument of a fault's `where`."""
 
     call: Call
     number: int
-    """Of its kind, from 1."""
+    """The number among operations of this kind, from 1."""
     boundary: int
-    """Which write boundary it is, from 1; 0 if it does not change the disk."""
+    """The number of the write boundary, from 1; 0 if the operation does not change the disk."""
     fd: int
     offset: int
     nbytes: int
@@ -68,7 +68,8 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Tear:
-    """Only the first bytes of a write reach the disk; then it fails with `code`, or kills us."""
+    """Only the first bytes of a write reach the disk; then it fails with `code` or kills the process.
+    """
 
     nbytes: int
     code: int = errno.EIO
@@ -77,7 +78,7 @@ class Tear:
 
 @dataclass(frozen=True, slots=True)
 class Corrupt:
-    """What is read has these bits flipped in byte `at`; the disk keeps what it has."""
+    """Flips these bits of byte `at` in the result of a read. The disk does not change."""
 
     at: int = 0
     mask: int = 1
@@ -85,9 +86,9 @@ class Corrupt:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """SIGKILL to this process before, in the middle of or after the operation.
+    """SIGKILL to this process before, during or after the operation.
 
-    "without": after all other operations of its batch, as when the disk reorders them.
+    "without": after all other operations of its batch, as if the disk had reordered them.
     """
 
     when: Literal["before", "torn", "after", "without"]
@@ -95,10 +96,10 @@ class Kill:
 
 @dataclass(eq=False, slots=True)
 class Stall:
-    """The operation does not end before `release`; it gives up with ETIMEDOUT at its deadline.
+    """The operation blocks until `release`, or fails with ETIMEDOUT at its deadline.
 
-    An operation of a batch is carried out all the same when it is released, as by a slow disk: its
-    memory is in use until then.
+    An operation of a batch is still carried out on release, as by a slow disk; its memory is in
+    use until then.
     """
 
     released: threading.Event = field(default_factory=threading.Event)
@@ -112,9 +113,9 @@ Effect = Fail | Tear | Corrupt | Kill | Stall
 
 @dataclass(eq=False, slots=True)
 class Fault:
-    """What happens to operations of some kinds: not to the first `skip`, then to `times` of them.
+    """An effect on `times` operations of some kinds, after the first `skip` of them.
 
-    `times` None means for ever. `where` narrows down which operations count at all.
+    `times` None: no limit. `where`: a filter; operations that do not pass are not counted.
     """
 
     calls: Call | frozenset[Call]
@@ -130,7 +131,7 @@ class Fault:
         return cls(BOUNDARIES, effect, where=lambda operation: operation.boundary == number)
 
     def meets(self, operation: Operation) -> bool:
-        """Whether the operation meets this fault; counts it if so. Not thread-safe."""
+        """True if the fault applies to the operation; counts it. Not thread-safe."""
         kinds = self.calls if isinstance(self.calls, frozenset) else {self.calls}
         if operation.call not in kinds or self.times == 0 or not self.where(operation):
             return False
@@ -144,7 +145,7 @@ class Fault:
 
 
 class FaultyFiles(Files):
-    """Files that fail as told. Thread-safe."""
+    """Files with injected faults. Thread-safe."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class FaultyFiles(Files):
         return fault
 
     def clear(self) -> None:
-        """The disk is well again. Stalled operations go on."""
+        """Remove all faults and release stalled operations."""
         with self._lock:
             faults, self._faults = self._faults, []
         for fault in faults:
@@ -215,7 +216,7 @@ class FaultyFiles(Files):
         self._after(effect)
 
     def _meet(self, call: Call, fd: int, offset: int, nbytes: int) -> Effect | None:
-        """Count an operation; the effect of the first fault that it meets."""
+        """Count an operation. Returns the effect of the first fault that applies."""
         with self._lock:
             self.counts[call] += 1
             boundary = 0
@@ -241,13 +242,13 @@ class FaultyFiles(Files):
             kill_process()
 
     def _apply_all(self, ops: Ops, effects: list[Effect | None], deadline: float) -> Pending | None:
-        """Run a batch in order, applying effects; "without" and stalls come after all else."""
+        """Run a batch in order and apply effects; "without" and stalls come last."""
         late = _LateBatch(self, [], deadline)
         last: list[int] = []
         for index, effect in enumerate(effects):
             if isinstance(effect, Stall):
                 rest = ops[index : index + 1].copy()
-                rest["copy_target"] = 0  # its caller may be gone by then
+                rest["copy_target"] = 0  # the caller may have returned by then
                 late.stalls.append((effect, rest))
                 ops["result"][index] = -errno.ETIMEDOUT
             elif isinstance(effect, Kill) and effect.when == "without":
@@ -283,7 +284,7 @@ class FaultyFiles(Files):
         return pending
 
     def _apply_corrupt(self, op: Ops, corrupt: Corrupt, deadline: float) -> Pending | None:
-        """Read from a damaged copy of the range, so that the engine itself verifies the damage."""
+        """Read from a damaged copy of the range, so that the I/O engine finds the damage itself."""
         fd, nbytes = int(op["fd"][0]), int(op["nbytes"][0])
         copy_fd = os.memfd_create("kvdepot-damaged", os.MFD_CLOEXEC)
         try:
@@ -303,7 +304,7 @@ class FaultyFiles(Files):
 
 @dataclass(slots=True)
 class _LateBatch:
-    """What is left of a batch at its deadline. Implements io.files.Pending."""
+    """The unfinished operations of a batch at its deadline. Implements io.files.Pending."""
 
     files: FaultyFiles
     stalls: list[tuple[Stall, Ops]]
@@ -337,7 +338,7 @@ class _LateBatch:
 
 
 def write_part(fd: int, offset: int, data: bytes, nbytes: int) -> None:
-    """Put only the first `nbytes` of `data` on disk, through the page cache."""
+    """Write only the first `nbytes` of `data`, through the page cache."""
     plain_fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(plain_fd, data[:nbytes], offset)

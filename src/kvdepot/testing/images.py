@@ -1,4 +1,4 @@
-"""Keys, payloads, records, tombstones and reads to feed a volume with."""
+"""Keys, payloads, records, tombstones and reads for tests of volumes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ from kvdepot.io.files import aligned
 from kvdepot.native import address_of, chunk_checksums
 
 CHUNK_BYTES: Final = PAGE
-"""The chunk that images have by default: small, so that small payloads have several."""
+"""The default chunk of images: small, so that small payloads have several chunks."""
 
 
 STAMPS: Final = StampClock(WallClock())
-"""Gives out the stamps of test blocks and tombstones."""
+"""The clock for stamps of test blocks and tombstones."""
 
 
 def make_key(number: int) -> BlockKey:
@@ -39,12 +39,12 @@ def make_key(number: int) -> BlockKey:
 
 
 def payload_for(key: BlockKey, nbytes: int) -> bytes:
-    """The one right payload of a key, so that a reader can tell a wrong byte without a copy."""
+    """The payload of a key, derived from it, so that a reader can verify every byte."""
     return hashlib.shake_128(key).digest(nbytes)
 
 
 def make_image(key: BlockKey, payload: bytes, chunk_bytes: int = CHUNK_BYTES) -> memoryview:
-    """A record image in fresh page-aligned memory, whole pages long, as a volume wants it."""
+    """A record image in new page-aligned memory, padded to whole pages."""
     image = aligned(record_bytes(len(payload)))[: record_bytes(len(payload))]
     image[HEAD_BYTES : HEAD_BYTES + len(payload)] = payload
     table = image[TABLE_OFFSET : TABLE_OFFSET + 8 * chunk_count(len(payload), chunk_bytes)]
@@ -56,7 +56,7 @@ def make_image(key: BlockKey, payload: bytes, chunk_bytes: int = CHUNK_BYTES) ->
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Records to be appended, and the memory that they lie in."""
+    """Records to append, and their memory."""
 
     rows: Array
     images: Sequence[memoryview]
@@ -65,7 +65,7 @@ class Records:
 def make_records(
     keys: Sequence[BlockKey], payload_bytes: int | Sequence[int], chunk_bytes: int = CHUNK_BYTES
 ) -> Records:
-    """Records of test blocks, each with its one right payload."""
+    """Records of test blocks with the payloads of `payload_for`."""
     sizes = [payload_bytes] * len(keys) if isinstance(payload_bytes, int) else payload_bytes
     images = [
         make_image(key, payload_for(key, nbytes), chunk_bytes)
@@ -86,13 +86,13 @@ def records_of(
 
 
 def removal_of(*names: bytes) -> list[MetaEntry]:
-    """Tombstones that cover every record of these keys, or tags, that was made before."""
+    """Tombstones that cover every earlier record of these keys or tags."""
     return [Tombstone(name, STAMPS.next(), STAMPS.next()).entry for name in names]
 
 
 @dataclass(slots=True)
 class Reads:
-    """Reads into fresh memory."""
+    """Reads into new memory."""
 
     rows: Array = field(default_factory=lambda: np.zeros(0, READ_DTYPE))
     images: list[memoryview] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Reads:
         target: int = 0,
         span: tuple[int, int] | None = None,
     ) -> "Reads":
-        """One more read: of the whole payload, or of `span` (start and stop in bytes)."""
+        """Add a read of the whole payload, or of `span` (start and stop in bytes)."""
         start, stop = span if span is not None else (0, payload_bytes)
         image = aligned(record_bytes(payload_bytes))[: record_bytes(payload_bytes)]
         row = np.zeros(1, READ_DTYPE)
@@ -120,6 +120,6 @@ class Reads:
         return self
 
     def payload(self, index: int) -> bytes:
-        """The range of the payload that a read has put into its image."""
+        """The range of the payload that a read returned."""
         row = self.rows[index]
         return bytes(self.images[index][HEAD_BYTES + row["start"] : HEAD_BYTES + row["stop"]])

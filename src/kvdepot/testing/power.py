@@ -1,4 +1,4 @@
-"""A device that forgets: what a power cut leaves of files, in one process and in milliseconds.
+"""Simulates a power cut: what it leaves of files, in one process and in milliseconds.
 
     files = PowerFiles(random.Random(seed))
     store = assemble(config, files=files)
@@ -7,20 +7,20 @@
     store.close()                         # quick: every operation fails now and changes nothing
     store = assemble(config, files=PowerFiles(random.Random(seed + 1)))
 
-Reads see every write at once, as from a page cache. What was written and not yet synced is
-remembered with what was there before, and `cut` leaves of it what a power cut could:
+Reads see every write at once, as from a page cache. Unsynced writes are recorded together with
+the data they replace, and `cut` leaves a state that a power cut could leave:
 
 - a page of a write is kept, lost, or torn between two sectors; of several writes to one page any
-  may be the last that arrived; pages are independent of each other, in whatever order they came;
+  may be the last that arrived; pages are independent of each other and of their order;
 - a new size of a file is kept or lost;
 - a name that was made, renamed or unlinked is kept or lost, unless its directory was synced since.
 
-With `late`, that share of the writes is not carried out: they end in ETIMEDOUT, stay with the
-kernel, and arrive when it lets go of them: during a later operation, when their `Pending` is waited
-for, or at the cut, over whatever has been written and synced there meanwhile. Or they are lost.
+The share `late` of the writes fails with ETIMEDOUT and stays with the kernel. Such a write arrives
+during a later operation, when its `Pending` is waited for, or at the cut, and overwrites what was
+written and synced there meanwhile; or it is lost.
 
-`sync` and `sync_directory` do not reach the disk itself, so that cuts are quick. `seams` says which
-of the two count: a test that takes one away shows that a store needs it.
+`sync` and `sync_directory` do not reach the disk itself, so that cuts are quick. `seams` names the
+ones that count: a test that removes one shows that a store needs it.
 """
 
 import contextlib
@@ -45,51 +45,131 @@ FileId = tuple[int, int]
 
 _SECTOR: Final = 512
 _KEPT_SHARES: Final = (0.0, 0.1, 0.5, 0.9, 1.0)
-"""How much of a file's unsynced pages arrives: a file has one of these at a cut."""
+"""Shares of a file's unsynced pages that survive; a cut draws one for each file."""
 _TORN: Final = 0.1
 _LET_GO: Final = 0.02
-"""How likely a late write arrives during another operation."""
+"""Probability that a late write arrives during another operation."""
 _GRAVES: Final = ".unsynced"
 
 
 @dataclass(slots=True)
 class UnsyncedFile:
-    """What a file has that a power cut may take."""
+    """The state of a file that a power cut may lose."""
 
     fd: int
-    """A descriptor of our own, through the page cache."""
+    """A separate descriptor, through the page cache."""
     size: int
-    """As it was when it was last synced."""
+    """The size at the last sync."""
     versions: dict[int, list[bytes]] = field(default_factory=dict)
-    """By number of the page: what is durable, then what was written since."""
+    """Versions of each page: the durable one, then those written since."""
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Write pages, and record the versions they replace."""
+        assert offset % PAGE == 0
+        for start in range(0, len(data), PAGE):
+            page, new = (offset + start) // PAGE, data[start : start + PAGE].ljust(PAGE, b"\0")
+            if page not in self.versions:
+                self.versions[page] = [os.pread(self.fd, PAGE, page * PAGE).ljust(PAGE, b"\0")]
+            self.versions[page].append(new)
+        os.pwrite(self.fd, data, offset)
+
+    def lose(self, rng: random.Random) -> None:
+        """Restore a random state of the pages that a power cut could leave."""
+        regular = stat.S_ISREG(os.fstat(self.fd).st_mode)
+        if regular and rng.random() < 0.5:
+            os.ftruncate(self.fd, max(self.size, 0))
+        size, share = os.fstat(self.fd).st_size, rng.choice(_KEPT_SHARES)
+        for page, versions in self.versions.items():
+            if regular and page * PAGE >= size:
+                continue
+            at = rng.randrange(1, len(versions)) if rng.random() < share else 0
+            left = versions[at]
+            if at and rng.random() < _TORN:
+                cut = rng.randrange(1, PAGE // _SECTOR) * _SECTOR
+                left = versions[at][:cut] + versions[at - 1][cut:]
+            os.pwrite(self.fd, left, page * PAGE)
 
 
 @dataclass(frozen=True, slots=True)
 class NameChange:
-    """A change of a directory: from now on `name` is this file, or none."""
+    """A change of a directory: `name` becomes this file, or none."""
 
     name: str
     file: FileId | None
     before: str = ""
-    """The name it had, if it was renamed."""
+    """The previous name of a renamed file."""
 
 
 @dataclass(slots=True)
 class UnsyncedNames:
-    """What a directory has that a power cut may take, wherever it is moved to."""
+    """The names in a directory that a power cut may lose, also after the directory was moved."""
 
     fd: int
-    """A descriptor of our own."""
+    """A separate descriptor."""
     durable: dict[str, FileId] = field(default_factory=dict)
-    """Names that were there when it was last synced, of those that changed since."""
+    """The state at the last sync of the names that changed since."""
     changes: list[NameChange] = field(default_factory=list)
     graves: dict[FileId, Path] = field(default_factory=dict)
-    """Where files are kept whose last name was taken."""
+    """Temporary paths of files without a name."""
 
     @property
     def path(self) -> Path:
-        """The directory, whatever it is called now."""
+        """The directory, by descriptor, because it may have been renamed."""
         return Path(f"/proc/self/fd/{self.fd}")
+
+    def bury(self, name: str) -> None:
+        """Keep the file of a name that is about to be removed, because the cut may restore it."""
+        path = self.path / name
+        if not path.exists():
+            return
+        file = _path_id(path)
+        self.note_durable(name, file)
+        grave = self.path / _GRAVES / f"{file[1]}"
+        grave.parent.mkdir(exist_ok=True)
+        os.replace(path, grave)
+        self.graves[file] = grave
+
+    def note_durable(self, name: str, file: FileId) -> None:
+        """Record a name that is about to be removed as durable, unless it is new since the last sync.
+        """
+        if not any(name in (change.name, change.before) for change in self.changes):
+            self.durable[name] = file
+
+    def clear_graves(self) -> None:
+        for grave in self.graves.values():
+            grave.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.path / _GRAVES).rmdir()
+
+    def lose(self, rng: random.Random) -> None:
+        """Apply a random part of the changes, as a power cut could leave them."""
+        if not os.fstat(self.fd).st_nlink:  # a directory that was removed has no names
+            return
+        share = rng.choice(_KEPT_SHARES)
+        wanted: dict[str, FileId | None] = dict(self.durable)
+        for change in self.changes:
+            wanted.setdefault(change.name, None)
+            if rng.random() >= share:
+                continue
+            wanted[change.name] = change.file
+            if change.before and wanted.get(change.before) == change.file:
+                wanted[change.before] = None
+        found = {_path_id(path): path for path in self.path.iterdir() if path.is_file()}
+        found.update(self.graves)
+        there = {name: file for name, file in wanted.items() if file is not None and file in found}
+        spare = self.path / _GRAVES
+        spare.mkdir(exist_ok=True)
+        for path in (self.path / name for name in wanted):
+            if path.exists():
+                grave = spare / f"{_path_id(path)[1]}"
+                found[_path_id(path)] = grave
+                os.replace(path, grave)
+        for name, file in there.items():
+            if not (self.path / name).exists():
+                os.link(found[file], self.path / name)
+        for grave in spare.iterdir():
+            grave.unlink()
+        spare.rmdir()
 
 
 @dataclass(eq=False, slots=True)
@@ -98,14 +178,15 @@ class LateWrites:
 
     files: "PowerFiles"
     writes: list[tuple[int, int, bytes]]
-    """A descriptor of our own, an offset, the bytes."""
+    """A separate descriptor, an offset, the bytes."""
 
     def wait(self, timeout_s: float) -> bool:
         return self.files.let_go(self, now=timeout_s > 0)
 
 
 class PowerFiles(Files):
-    """Files whose power can be cut, once. Thread-safe; what changes a disk goes one by one."""
+    """Files whose power can be cut once. Thread-safe; operations that change a disk are serialized.
+    """
 
     def __init__(
         self,
@@ -125,38 +206,33 @@ class PowerFiles(Files):
         self._lock = threading.RLock()
         self._files: dict[FileId, UnsyncedFile] = {}
         self._names: dict[FileId, UnsyncedNames] = {}
-        """By directory."""
+        """Keyed by directory."""
         self._late: list[LateWrites] = []
         self.off = False
         """The power was cut."""
         self.writes = 0
-        """Operations that changed the disk, so far: to choose a moment by."""
+        """Number of operations that changed the disk, for choosing the moment of a cut."""
         self.cut_at = 0
-        """Cut by itself before the write of this number; 0: not."""
+        """The power is cut automatically before the write with this number; 0: never."""
 
     def cut(self) -> None:
-        """Leave what a power cut could leave. Every later operation fails with EIO."""
+        """Cut the power. Every later operation fails with EIO."""
         with self._lock:
             if self.off:
                 return
             self.off = True
             try:
-                self._lose()
+                for unsynced in self._files.values():
+                    unsynced.lose(self._rng)
+                for fd, offset, data in (write for late in self._late for write in late.writes):
+                    if self._rng.random() < 0.5:
+                        os.pwrite(fd, data, offset)
+                for names in self._names.values():
+                    names.lose(self._rng)
             except OSError as error:  # a store would take it for the disk's
                 raise AssertionError(f"the model of a power cut is wrong: {error}") from error
             finally:
                 self._close_own()
-
-    def _lose(self) -> None:
-        for unsynced in self._files.values():
-            self._lose_pages(unsynced)
-        for late in self._late:
-            for fd, offset, data in late.writes:
-                if self._rng.random() < 0.5:
-                    os.pwrite(fd, data, offset)
-        for names in self._names.values():
-            if os.fstat(names.fd).st_nlink:  # one that was removed has no names
-                self._lose_names(names)
 
     def _close_own(self) -> None:
         """Close the descriptors that are not the store's."""
@@ -247,9 +323,9 @@ class PowerFiles(Files):
                 os.ftruncate(fd, 0)
             return fd
 
-    def open_directory(self, path: Path, flags: int = 0) -> int:
+    def open_directory(self, path: Path) -> int:
         self._check()
-        return super().open_directory(path, flags)
+        return super().open_directory(path)
 
     def open_device(self, path: Path, flags: int) -> int:
         self._check()
@@ -266,7 +342,7 @@ class PowerFiles(Files):
             except FileNotFoundError:
                 return
             if (names.path / path.name).exists():
-                _bury(names, path.name)
+                names.bury(path.name)
                 names.changes.append(NameChange(path.name, None))
 
     def replace(self, source: Path, target: Path) -> None:
@@ -274,9 +350,8 @@ class PowerFiles(Files):
         with self._changing():
             names = self._unsynced_names(target.parent)
             moved = _path_id(names.path / source.name)
-            if (names.path / target.name).exists():
-                _bury(names, target.name)
-            _note_durable(names, source.name, moved)
+            names.bury(target.name)
+            names.note_durable(source.name, moved)
             names.changes.append(NameChange(target.name, moved, source.name))
             super().replace(names.path / source.name, names.path / target.name)
 
@@ -286,7 +361,7 @@ class PowerFiles(Files):
                 return
             names = self._names.pop(_file_id(fd), None)
             if names is not None:
-                _clear_graves(names)
+                names.clear_graves()
                 os.close(names.fd)
 
     def close(self) -> None:
@@ -296,11 +371,11 @@ class PowerFiles(Files):
                 for late in list(self._late):
                     self._land(late)
                 for names in self._names.values():
-                    _clear_graves(names)
+                    names.clear_graves()
                 self._close_own()
 
     def let_go(self, late: LateWrites, *, now: bool) -> bool:
-        """Whether late writes have ended; `now` they do."""
+        """True if late writes have ended. With `now`, end them."""
         with self._lock:
             if late in self._late and now:
                 self._land(late)
@@ -308,7 +383,7 @@ class PowerFiles(Files):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """An operation changes the disk; it may be the one that the power does not outlast."""
+        """Run an operation that changes the disk. The power may be cut before it."""
         with self._lock:
             self._check()
             self.writes += 1
@@ -324,35 +399,25 @@ class PowerFiles(Files):
             raise OSError(errno.EIO, "the power is off")
 
     def _write(self, fd: int, offset: int, data: bytes, late: LateWrites) -> int:
-        """Write, or leave it with the kernel; the result as of an operation."""
+        """Write now or late. Returns the result of the operation."""
         if self.late and self._rng.random() < self.late:
             late.writes.append((_reopened(fd), offset, data))
             return -errno.ETIMEDOUT
         try:
-            self._put(self._unsynced(fd), offset, data)
+            self._unsynced(fd).write(offset, data)
         except OSError as error:
             return -(error.errno or errno.EIO)
         return 0
 
-    def _put(self, file: UnsyncedFile, offset: int, data: bytes) -> None:
-        """Put bytes (whole pages) on disk, remembering what they cover."""
-        assert offset % PAGE == 0
-        for start in range(0, len(data), PAGE):
-            page, new = (offset + start) // PAGE, data[start : start + PAGE].ljust(PAGE, b"\0")
-            if page not in file.versions:
-                file.versions[page] = [os.pread(file.fd, PAGE, page * PAGE).ljust(PAGE, b"\0")]
-            file.versions[page].append(new)
-        os.pwrite(file.fd, data, offset)
-
     def _land(self, late: LateWrites) -> None:
-        """Late writes arrive."""
+        """Carry out late writes."""
         self._late.remove(late)
         for fd, offset, data in late.writes:
-            self._put(self._unsynced(fd), offset, data)
+            self._unsynced(fd).write(offset, data)
             os.close(fd)
 
     def _unsynced(self, fd: int) -> UnsyncedFile:
-        """The record of a file that is about to change."""
+        """The unsynced state of a file that is about to change."""
         file_id = _file_id(fd)
         if file_id not in self._files:
             self._files[file_id] = UnsyncedFile(_reopened(fd), os.fstat(fd).st_size)
@@ -365,82 +430,12 @@ class PowerFiles(Files):
                 os.close(unsynced.fd)
 
     def _unsynced_names(self, directory: Path) -> UnsyncedNames:
-        """The record of a directory that is about to change."""
+        """The unsynced names of a directory that is about to change."""
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         names = self._names.setdefault(_file_id(fd), UnsyncedNames(fd))
         if names.fd != fd:
             os.close(fd)
         return names
-
-    def _lose_pages(self, file: UnsyncedFile) -> None:
-        if stat.S_ISREG(os.fstat(file.fd).st_mode) and self._rng.random() < 0.5:
-            os.ftruncate(file.fd, max(file.size, 0))
-        size, share = os.fstat(file.fd).st_size, self._rng.choice(_KEPT_SHARES)
-        regular = stat.S_ISREG(os.fstat(file.fd).st_mode)
-        for page, versions in file.versions.items():
-            if regular and page * PAGE >= size:
-                continue
-            last = len(versions) - 1
-            at = self._rng.randrange(1, last + 1) if self._rng.random() < share else 0
-            left = versions[at]
-            if at and self._rng.random() < _TORN:
-                cut = self._rng.randrange(1, PAGE // _SECTOR) * _SECTOR
-                left = versions[at][:cut] + versions[at - 1][cut:]
-            os.pwrite(file.fd, left, page * PAGE)
-
-    def _lose_names(self, names: UnsyncedNames) -> None:
-        """Names as they would be after a cut: of the changes, some."""
-        directory = names.path
-        share = self._rng.choice(_KEPT_SHARES)
-        wanted: dict[str, FileId | None] = dict(names.durable)
-        for change in names.changes:
-            wanted.setdefault(change.name, None)
-            if self._rng.random() >= share:
-                continue
-            wanted[change.name] = change.file
-            if change.before and wanted.get(change.before) == change.file:
-                wanted[change.before] = None
-        found = {_path_id(path): path for path in directory.iterdir() if path.is_file()}
-        found.update(names.graves)
-        there = {name: file for name, file in wanted.items() if file is not None and file in found}
-        spare = directory / _GRAVES
-        spare.mkdir(exist_ok=True)
-        for name in wanted:
-            path = directory / name
-            if path.exists():
-                grave = spare / f"{_path_id(path)[1]}"
-                found[_path_id(path)] = grave
-                os.replace(path, grave)
-        for name, file in there.items():
-            if not (directory / name).exists():
-                os.link(found[file], directory / name)
-        for grave in spare.iterdir():
-            grave.unlink()
-        spare.rmdir()
-
-
-def _note_durable(names: UnsyncedNames, name: str, file: FileId) -> None:
-    """A name is about to go: unless it was made since the last sync, it is durable."""
-    if not any(name in (change.name, change.before) for change in names.changes):
-        names.durable[name] = file
-
-
-def _bury(names: UnsyncedNames, name: str) -> None:
-    """Keep a file whose name is taken, for the case that it comes back."""
-    path = names.path / name
-    file = _path_id(path)
-    _note_durable(names, name, file)
-    grave = names.path / _GRAVES / f"{file[1]}"
-    grave.parent.mkdir(exist_ok=True)
-    os.replace(path, grave)
-    names.graves[file] = grave
-
-
-def _clear_graves(names: UnsyncedNames) -> None:
-    for grave in names.graves.values():
-        grave.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        (names.path / _GRAVES).rmdir()
 
 
 def _write_op(fd: int, offset: int, nbytes: int) -> Ops:

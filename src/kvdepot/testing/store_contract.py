@@ -1,4 +1,4 @@
-"""The laws of a store as tests, embedded or attached: subclass StoreContract, give a `depot`, done.
+"""The laws of an embedded or attached store as tests. Subclass StoreContract, define `depot`:
 
     class TestMyStore(StoreContract):
         @pytest.fixture
@@ -6,8 +6,8 @@
             def opened(**settings: Any) -> Depot: ...
             return opened
 
-`depot(**settings)` opens the store: a new one the first time, after a close the same again. Only
-the public interface is used. InPlaceContract has the laws of filling and reading blocks in place.
+`depot(**settings)` opens the store: a new one the first time, the same one after a close. The tests
+use only the public interface. InPlaceContract tests filling and reading blocks in place.
 """
 
 import threading
@@ -27,8 +27,9 @@ from hypothesis.stateful import (
 )
 
 from kvdepot.core.block import BlockKey, PutResult
-from kvdepot.core.depot import Arrival, Depot, NamespaceHandle
+from kvdepot.core.depot import Arrival, NamespaceHandle
 from kvdepot.core.layout import KVLayout
+from kvdepot.depot import Depot
 from kvdepot.errors import (
     BadBufferError,
     ConfigError,
@@ -43,11 +44,11 @@ from kvdepot.testing.images import payload_for
 TOKENS: Final = 8
 LAYERS: Final = 4
 BLOCK_BYTES: Final = LAYERS * 8200
-"""Layers that end in the middle of a page, and share checksums."""
+"""Layers end in the middle of a page and share checksums."""
 LAYOUT: Final = KVLayout.opaque(BLOCK_BYTES, TOKENS, LAYERS)
 WAIT_S: Final = 60.0
 MANY: Final = 2000
-"""Keys, more than go over a wire at once."""
+"""More keys than one message holds."""
 
 OpenDepot = Callable[..., Depot]
 
@@ -66,17 +67,23 @@ def space_of(store: Depot, model: str = "contract") -> NamespaceHandle:
 
 
 def prompt(space: NamespaceHandle, number: int, blocks: int) -> list[BlockKey]:
-    """Keys of a prompt that shares nothing with those of other numbers."""
+    """Keys of a prompt without blocks in common with other numbers."""
     return space.keys([number, *range(1, TOKENS * blocks)])
 
 
 def put(store: Depot, keys: Sequence[BlockKey]) -> list[PutResult]:
-    """Each key with the one payload that belongs to it."""
+    """Put blocks with the payloads of their keys."""
     return store.put_many(keys, [payload_for(k, BLOCK_BYTES) for k in keys], timeout_s=WAIT_S)
 
 
+def touch(store: Depot, keys: Sequence[BlockKey]) -> int:
+    """Use the resident prefix. Returns its length."""
+    with store.lease(keys) as lease:
+        return len(lease)
+
+
 def tiers(store: Depot, keys: Sequence[BlockKey]) -> list[str | None]:
-    """Where each block came from, None for a miss; no hit has a wrong byte."""
+    """The tier that each block came from, None for a miss. Fails if a hit has a wrong byte."""
     targets = [bytearray(BLOCK_BYTES) for _ in keys]
     answers = store.get_many(keys, targets, timeout_s=WAIT_S)
     for key, target, answer in zip(keys, targets, answers, strict=True):
@@ -85,7 +92,7 @@ def tiers(store: Depot, keys: Sequence[BlockKey]) -> list[str | None]:
 
 
 def flood(store: Depot, space: NamespaceHandle, blocks: int) -> None:
-    """Put blocks that are not asked for again."""
+    """Put blocks that are not requested again."""
     for number in range(blocks // 10):
         assert all(put(store, prompt(space, 1000 + number, 10)))
 
@@ -119,10 +126,10 @@ class StoreContract(OpenedStore):
             assert store.match(keys).tiers == ("ssd",) * 8
             assert tiers(store, keys) == ["ssd"] * 8
             assert tiers(store, keys) == ["dram"] * 8
-            assert store.check()
+            assert store.admin.check()
 
     def test_what_is_on_disk_only_and_offered_again_is_in_memory(self, depot: OpenDepot) -> None:
-        """It was computed again and is in hand; the disk has it already."""
+        """The block was computed again, so the put has its bytes; the disk already has it."""
         with depot() as store:
             keys = prompt(space_of(store), 1, 8)
             assert all(put(store, keys[:6]))
@@ -137,7 +144,7 @@ class StoreContract(OpenedStore):
             assert store.flush().durable == 8
             assert store.stats()["counters"]["written"] == 2
             assert store.remove(keys) == 8
-            assert store.check()
+            assert store.admin.check()
 
     def test_what_is_hinted_at_comes_from_memory(self, depot: OpenDepot) -> None:
         with depot() as store:
@@ -146,32 +153,32 @@ class StoreContract(OpenedStore):
             assert store.flush()
         with depot() as store:
             space_of(store)
-            hint = store.hint(keys, WAIT_S)
+            hint = store.prefetch(keys, WAIT_S)
             assert hint.wait(WAIT_S)
             assert (hint.wanted, hint.brought) == (8, 8)
             assert tiers(store, keys) == ["dram"] * 8
-            assert store.hint(keys, WAIT_S).wait(0.0), "it is there"
+            assert store.prefetch(keys, WAIT_S).wait(0.0), "it is there"
 
     def test_a_session_has_a_name_and_a_state(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 8)
-        assert store.session("chat", keys) == 0
+        assert store.sessions.name("chat", keys) == 0
         assert all(put(store, keys[:5]))
-        assert store.session("chat", state="pending") == 5
-        assert store.hint("chat", WAIT_S).wait(WAIT_S)
-        assert store.session("chat", state="closed") == 5
-        assert store.session("chat") == 0
+        assert store.sessions.name("chat", state="pending") == 5
+        assert store.sessions.prefetch("chat", WAIT_S).wait(WAIT_S)
+        assert store.sessions.name("chat", state="closed") == 5
+        assert store.sessions.name("chat") == 0
         with pytest.raises(ConfigError, match="alive, pending, closed"):
-            store.session("chat", keys, "asleep")
+            store.sessions.name("chat", keys, "asleep")
 
     def test_a_batch_answers_for_each_block(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 20)
         put(store, keys[::2])
         assert tiers(store, keys) == ["dram", None] * 10
-        assert store.get(keys[1], bytearray(BLOCK_BYTES)).reason == "absent"
+        assert store.get_many([keys[1]], [bytearray(BLOCK_BYTES)])[0].reason == "absent"
         assert len(store.match(keys)) == 1
         assert store.get_many([], []) == []
         assert store.put_many([], []) == []
-        assert len(store.match([])) == len(store.lease([])) == store.touch([]) == 0
+        assert len(store.match([])) == len(store.lease([])) == touch(store, []) == 0
         assert store.remove([]) == 0
 
     def test_the_same_block_twice_in_a_batch(self, store: Depot) -> None:
@@ -227,7 +234,7 @@ class StoreContract(OpenedStore):
         assert all(store.put_many(keys, [bytearray(payloads[0]), array, shifted]))
         room = bytearray(BLOCK_BYTES + 9)
         for key, payload in zip(keys, payloads, strict=True):
-            assert store.get(key, memoryview(room)[7 : 7 + BLOCK_BYTES])
+            assert store.get_many([key], [memoryview(room)[7 : 7 + BLOCK_BYTES]])[0]
             assert room == bytes(7) + payload + bytes(2)
 
     def test_a_batch_of_more_than_goes_over_a_wire(self, store: Depot) -> None:
@@ -237,7 +244,7 @@ class StoreContract(OpenedStore):
         assert all(store.put_many(some, [payload_for(key, 64) for key in some]))
         answers = store.get_many(keys, [bytearray(64) for _ in keys])
         assert [bool(answer) for answer in answers] == [True] * 100 + [False] * (MANY - 100)
-        assert len(store.match(keys)) == store.touch(keys) == 100
+        assert len(store.match(keys)) == touch(store, keys) == 100
         with store.lease(keys) as lease:
             assert list(lease) == some
         assert store.remove(keys) == 100
@@ -252,7 +259,7 @@ class StoreContract(OpenedStore):
         for keys in prompts:
             assert None not in tiers(store, keys)
         assert store.stats()["counters"]["evicted_dram"] > 0
-        assert store.check()
+        assert store.admin.check()
 
     def test_leased_blocks_stay_while_others_need_room(self, store: Depot) -> None:
         space = space_of(store)
@@ -294,12 +301,12 @@ class StoreContract(OpenedStore):
             assert store.flush()
             assert store.remove(keys[4]) == 1
             assert store.remove(keys[3:]) == 2
-            assert store.remove_namespace(other) == 3
+            assert store.remove(namespace=other) == 3
             assert tiers(store, keys + others) == ["dram"] * 3 + [None] * 6
         with depot() as store:
             space_of(store), space_of(store, "other")
             assert tiers(store, keys + others) == ["ssd"] * 3 + [None] * 6
-            assert store.check()
+            assert store.admin.check()
 
     def test_touching_keeps_a_prompt_longer(self, store: Depot) -> None:
         space = space_of(store)
@@ -307,7 +314,7 @@ class StoreContract(OpenedStore):
         put(store, first)
         put(store, second)
         assert store.flush()
-        assert store.touch(first) == 10
+        assert touch(store, first) == 10
         flood(store, space, 40)
         assert store.match(first).tiers.count("dram") > store.match(second).tiers.count("dram")
 
@@ -319,7 +326,7 @@ class StoreContract(OpenedStore):
         assert tiers(store, keys) == ["dram", "ssd", "dram"]
         assert store.stats()["counters"]["quarantined"] == 1
         assert tiers(store, keys) == ["dram"] * 3
-        assert store.check()
+        assert store.admin.check()
 
     def test_a_callers_mistakes_raise_and_change_nothing(self, store: Depot) -> None:
         space = space_of(store)
@@ -327,12 +334,15 @@ class StoreContract(OpenedStore):
         stranger = space_of(store, "other").keys(range(TOKENS))[0][:8] + key[8:]
         unknown = BlockKey(bytes(8) + key[8:])
         mistakes: list[tuple[type[Exception], Callable[[], object]]] = [
-            (BadBufferError, lambda: store.put(key, bytes(BLOCK_BYTES - 1))),
-            (BadBufferError, lambda: store.get(key, bytes(BLOCK_BYTES))),
+            (BadBufferError, lambda: store.put_many([key], [bytes(BLOCK_BYTES - 1)])[0]),
+            (BadBufferError, lambda: store.get_many([key], [bytes(BLOCK_BYTES)])[0]),
             (BadBufferError, lambda: store.put_many([key], [])),
-            (BadBufferError, lambda: store.get(key, bytearray(1), layers=range(0, 4, 2))),
-            (KeyFormatError, lambda: store.put(unknown, bytes(BLOCK_BYTES))),
-            (KeyFormatError, lambda: store.get(unknown, bytearray(BLOCK_BYTES))),
+            (
+                BadBufferError,
+                lambda: store.get_many([key], [bytearray(1)], layers=range(0, 4, 2))[0],
+            ),
+            (KeyFormatError, lambda: store.put_many([unknown], [bytes(BLOCK_BYTES)])[0]),
+            (KeyFormatError, lambda: store.get_many([unknown], [bytearray(BLOCK_BYTES)])[0]),
             (KeyFormatError, lambda: store.match([BlockKey(b"short")])),
             (KeyFormatError, lambda: store.lease([BlockKey(key + b"x")])),
             (KeyFormatError, lambda: store.reserve([unknown])),
@@ -365,13 +375,13 @@ class StoreContract(OpenedStore):
             lambda: store.match([key]),
             lambda: store.lease([key]),
             lambda: store.reserve([key]),
-            lambda: store.touch([key]),
+            lambda: touch(store, [key]),
             lambda: store.remove(key),
-            lambda: store.remove_namespace(space),
+            lambda: store.remove(namespace=space),
             lambda: space_of(store),
             lambda: store.memory,
             store.flush,
-            store.check,
+            store.admin.check,
             store.stats,
         ):
             with pytest.raises(StoreClosedError, match="closed"):
@@ -403,7 +413,7 @@ class StoreContract(OpenedStore):
         assert not wrong
         assert store.flush()
         assert store.stats()["leased"] == 0
-        assert store.check()
+        assert store.admin.check()
 
     def test_it_behaves_like_a_dictionary(self, depot: OpenDepot) -> None:
         with depot() as store:
@@ -421,11 +431,11 @@ class StoreContract(OpenedStore):
             )
             run_state_machine_as_test(StoreMachine, settings=chosen)
             assert store.flush()
-            assert store.check()
+            assert store.admin.check()
 
 
 class LikeADictionary(RuleBasedStateMachine):
-    """Puts, gets and removals of few blocks, which memory and disk have room for."""
+    """Random puts, gets and removals of few blocks that fit in memory and on disk."""
 
     chains = st.tuples(st.integers(0, 2), st.integers(1, 5))
 
@@ -433,7 +443,7 @@ class LikeADictionary(RuleBasedStateMachine):
         super().__init__()
         self.store, self.space = store, space
         self.there: set[BlockKey] = set()
-        store.remove_namespace(space)
+        store.remove(namespace=space)
 
     @rule(chain=chains)
     def put(self, chain: tuple[int, int]) -> None:
@@ -475,7 +485,7 @@ def space_too_large(store: Depot) -> NamespaceHandle:
 
 
 def spoil(store: Depot, payload: bytes) -> None:
-    """Change one byte of a block where it lies in memory."""
+    """Change one byte of a block in memory."""
     for part in store.memory:
         at = bytes(part).find(payload)
         if at >= 0:
@@ -485,7 +495,7 @@ def spoil(store: Depot, payload: bytes) -> None:
 
 
 def swap_slots(store: Depot, one: bytes, other: bytes) -> None:
-    """Exchange two blocks in memory, heads and all: as if the index had mixed up their places."""
+    """Exchange two blocks in memory with their heads, as if the index had swapped their places."""
     memory = store.memory[0]
     places = [bytes(memory).find(payload) - HEAD_BYTES for payload in (one, other)]
     assert min(places) >= 0, "the blocks are not in memory"
@@ -505,7 +515,7 @@ def fill(store: Depot, keys: list[BlockKey]) -> list[PutResult]:
 
 
 class Collector:
-    """A sink that keeps what it was given."""
+    """A sink that collects the delivered blocks."""
 
     def __init__(self) -> None:
         self.got: dict[int, bytes] = {}
@@ -540,7 +550,7 @@ class InPlaceContract(OpenedStore):
             assert fill(store, keys[:4]) == [PutResult.STORED] * 4
             assert self.delivered(store, keys) == ["dram"] * 4 + ["ssd"] * 4
             assert self.delivered(store, keys) == ["dram"] * 8
-            assert store.check()
+            assert store.admin.check()
 
     def delivered(self, store: Depot, keys: list[BlockKey]) -> list[str | None]:
         sink = Collector()
@@ -576,7 +586,7 @@ class InPlaceContract(OpenedStore):
         assert store.remove(keys) == 4
         assert store.flush()
         assert store.stats()["tiers"]["dram"]["used_bytes"] == used
-        assert store.check()
+        assert store.admin.check()
 
     def test_an_error_while_filling_leaves_nothing_behind(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 4)
@@ -584,7 +594,7 @@ class InPlaceContract(OpenedStore):
             raise ZeroDivisionError
         assert not len(store.match(keys))
         assert store.stats()["tiers"]["dram"]["used_bytes"] == 0
-        assert store.check()
+        assert store.admin.check()
 
     def test_a_reservation_takes_what_fits_and_throttles_the_rest(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 100)
@@ -649,7 +659,7 @@ class InPlaceContract(OpenedStore):
             flood(store, space_of(store, "other"), 120)
             for index, view in sink.lasting.items():
                 assert bytes(view) == payload_for(keys[index], BLOCK_BYTES)
-        assert store.check()
+        assert store.admin.check()
 
     def test_more_than_the_memory_can_hold_is_delivered_all_the_same(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 120)
@@ -663,22 +673,22 @@ class InPlaceContract(OpenedStore):
         assert sink.got == expected(keys)
         assert len(sink.lasting) < 120
         assert store.stats()["staging_bytes"] == 0
-        assert store.check()
+        assert store.admin.check()
 
-    @pytest.mark.parametrize("beside", [False, True])
-    def test_damage_in_memory_is_no_success(self, store: Depot, beside: bool) -> None:
+    @pytest.mark.parametrize("concurrently", [False, True])
+    def test_damage_in_memory_is_no_success(self, store: Depot, concurrently: bool) -> None:
         keys = prompt(space_of(store), 1, 2)
         fill(store, keys)
         assert store.flush()
         spoil(store, payload_for(keys[1], BLOCK_BYTES))
         with store.lease(keys) as lease:
             sink = Collector()
-            answers = lease.deliver(sink, beside=beside)
+            answers = lease.deliver(sink, verify_concurrently=concurrently)
             assert answers[0] and not answers[1] and answers[1].reason == "corrupt"
-            assert beside or list(sink.got) == [0], "only a checked block is handed over"
+            assert concurrently or list(sink.got) == [0], "only a checked block is delivered"
             assert sink.got[0] == payload_for(keys[0], BLOCK_BYTES)
 
-    @pytest.mark.parametrize("how", ["get", "deliver", "beside"])
+    @pytest.mark.parametrize("how", ["get", "deliver", "concurrent"])
     def test_a_slot_that_holds_another_block_is_no_success(self, store: Depot, how: str) -> None:
         keys = prompt(space_of(store), 1, 3)
         fill(store, keys)
@@ -691,7 +701,7 @@ class InPlaceContract(OpenedStore):
             sink.got.update({at: bytes(into[at]) for at, answer in enumerate(answers) if answer})
         else:
             with store.lease(keys) as lease:
-                answers = lease.deliver(sink, beside=how == "beside", timeout_s=WAIT_S)
+                answers = lease.deliver(sink, verify_concurrently=how == "concurrent", timeout_s=WAIT_S)
         assert answers[1]
         for at, answer in enumerate(answers):
             assert not answer or sink.got[at] == payload_for(keys[at], BLOCK_BYTES)
@@ -715,4 +725,4 @@ class InPlaceContract(OpenedStore):
                 assert all(lease.deliver(sink, timeout_s=WAIT_S))
                 assert sink.got == expected(keys)
             assert store.stats()["leased"] == 0
-            assert store.check()
+            assert store.admin.check()

@@ -1,4 +1,4 @@
-"""Stands in for a volume that cannot be opened: holds nothing, and may be opened later."""
+"""The placeholder for a volume that cannot be opened. It holds nothing and may be opened later."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,36 +10,16 @@ from kvdepot.core.volume import (
     Array,
     Contents,
     Ints,
-    Outcome,
-    Outcomes,
     Priority,
     Purpose,
     SegmentTable,
     VolumeFacts,
     no_contents,
+    segment_table,
 )
+from kvdepot.volumes.records import BlockingReads
 
 _LOOK_S = 1.0
-
-
-class FailedRead:
-    """Reads that fail at once. Implements core.volume.PendingRead."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        call()
-
-    def result(self) -> Outcomes:
-        return np.full(self._count, Outcome.FAILED, np.uint8)
-
-    def cancel(self) -> bool:
-        return True
-
-    def released(self, timeout_s: float) -> bool:
-        del timeout_s
-        return True
 
 
 class AbsentVolume:
@@ -58,16 +38,15 @@ class AbsentVolume:
         del purpose
         return np.full(len(records), NO_PLACE, np.int64)
 
-    def read(self, reads: Array, priority: Priority, timeout_s: float) -> FailedRead:
-        del priority, timeout_s
-        return FailedRead(len(reads))
+    def read(self, reads: Array, priority: Priority, timeout_s: float) -> BlockingReads:
+        del priority
+        return BlockingReads(reads, lambda place: None, timeout_s)
 
     def discard(self, places: Ints, payload_bytes: Ints) -> None:
         """There is nothing."""
 
     def segments(self) -> SegmentTable:
-        empty = np.zeros(0, np.int64)
-        return SegmentTable(empty, empty, empty, empty, np.zeros(0, bool))
+        return segment_table(())
 
     def release(self, segment: int) -> bool:
         del segment

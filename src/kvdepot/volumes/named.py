@@ -1,11 +1,11 @@
 """A volume on any medium that keeps values by name: a folder, a key-value server, a dict.
 
-A segment is one value with one record. What is held is known in memory; names are listed once.
+A segment is one value with one record. The names are listed once, when the volume is opened.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -26,22 +26,23 @@ from kvdepot.core.volume import (
     no_contents,
     pack_place,
     segment_of,
+    segment_table,
 )
 from kvdepot.errors import FormatError
-from kvdepot.format.metadata import LogCopy, LogHeader, pack_log
+from kvdepot.format.metadata import LogCopy, VolumeHeader, merge_copies, pack_log
 from kvdepot.format.record import HEAD_BYTES, Head, parse_head, place, record_bytes
 from kvdepot.io.breaker import Breaker, RetryPauses
 from kvdepot.volumes.records import BlockingReads, images_of, newest_records
 
-_METADATA: Final = "metadata"
-_OWNER: Final = b"kvdepot named v1"
+_COPIES: Final = ("metadata-a", "metadata-b")
+_HEADER: Final = VolumeHeader(b"kvdepot named v1", 1 << 20)
 _RECORD: Final = "record-"
 _LOOK_S: Final = 1.0
 _TYPICAL_BYTES: Final = 1 << 20
 
 
 class NamedValues(Protocol):
-    """What a medium does for a NamedVolume. Thread-safe. An error of the medium is an OSError.
+    """The medium of a NamedVolume. Thread-safe. An error of the medium is an OSError.
 
     Names have at most 40 letters, digits and `-`.
     """
@@ -58,7 +59,7 @@ class NamedValues(Protocol):
         """The first `nbytes` of a value, or all if it has fewer; empty if there is none."""
 
     def delete(self, name: str) -> None:
-        """It does not matter if there is none."""
+        """Delete a value, if it exists."""
 
 
 @dataclass(slots=True)
@@ -94,14 +95,15 @@ class NamedVolume:
             context.clock, RetryPauses(), changed=lambda _: context.on_change(Change.STATE)
         )
         self._lock = threading.Lock()
-        """Guards what follows. No I/O is done with it held."""
+        """Guards the fields below. No I/O is done with it held."""
         self._segments: dict[int, _Value] = {}
         self._held_bytes = self._used_bytes = 0
         self._last_segment = 0
         self._metadata = Metadata()
+        self._generation = 0
         self._metadata_lock = threading.Lock()
-        """One writes the metadata at a time. Taken before `_lock`."""
-        self._read_metadata()
+        """Held while the metadata is written. Taken before `_lock`."""
+        self._load_metadata()
         self._found: Contents | None = self._recover()
 
     def facts(self, *, details: bool = False) -> VolumeFacts:
@@ -150,19 +152,17 @@ class NamedVolume:
 
     def segments(self) -> SegmentTable:
         with self._lock:
-            rows = sorted(
+            return segment_table(
                 (one.id, segment, one.live, one.nbytes * one.live, one.written)
                 for segment, one in self._segments.items()
             )
-        ids, segments, live, live_bytes, written = np.array(rows, np.int64).reshape(-1, 5).T
-        return SegmentTable(segments, ids, live, live_bytes, written.astype(bool))
 
     def release(self, segment: int) -> bool:
         with self._lock:
             value = self._segments.get(segment)
         if value is None:
             return True
-        if not self._try(lambda: self._values.delete(value.name(segment))):
+        if not self._try(self._values.delete, value.name(segment)):
             return False
         with self._lock:
             if self._segments.pop(segment, None) is value:
@@ -177,11 +177,16 @@ class NamedVolume:
                 for entry in entries:
                     self._metadata.add(entry)
                 kept = self._metadata.all()
-            log = pack_log(LogHeader(_OWNER, 1, len(kept)), kept)
-            return self._try(lambda: self._values.write(_METADATA, log))
+            self._generation += 1
+            header = replace(_HEADER, generation=self._generation, settled=len(kept))
+            log = pack_log(header, kept)
+            # A write that fails may leave no value: the other copy is intact then.
+            return all(
+                self._try(lambda name=name: self._values.write(name, log)) for name in _COPIES
+            )
 
     def sync(self, timeout_s: float) -> bool:
-        del timeout_s  # what was written is durable
+        del timeout_s  # a write is durable
         return self._breaker.closed
 
     def contents(self, since: int | None, *, look: bool = False) -> Contents:
@@ -199,7 +204,7 @@ class NamedVolume:
     def maintain(self, is_quiet: Callable[[], bool]) -> float:
         del is_quiet
         if not self._breaker.closed and self._breaker.allows():
-            self._try(lambda: self._values.read(_METADATA, 1))
+            self._try(self._values.read, _COPIES[0], 1)
         return _LOOK_S
 
     def close(self) -> None:
@@ -217,7 +222,7 @@ class NamedVolume:
             self._last_segment, self._segments[segment] = segment, value
             self._held_bytes += value.nbytes
         place(image, value.id)
-        done = self._try(lambda: self._values.write(value.name(segment), bytes(image)))
+        done = self._try(self._values.write, value.name(segment), bytes(image))
         with self._lock:
             value.written, value.live = True, done
             self._used_bytes += value.nbytes * done
@@ -239,12 +244,12 @@ class NamedVolume:
         self._breaker.succeeded()
         return record
 
-    def _try(self, call: Callable[[], object]) -> bool:
+    def _try(self, call: Callable[..., object], *args: object) -> bool:
         """Call the medium unless it is down. False: that failed."""
         if not self._breaker.allows():
             return False
         try:
-            call()
+            call(*args)
         except OSError as error:
             self._breaker.failed(str(error))
             return False
@@ -252,24 +257,29 @@ class NamedVolume:
         return True
 
     def _end_if_empty(self) -> None:
-        """Of a volume without capacity nothing stays."""
         with self._lock:
             is_over = not self._capacity_bytes and not self._segments
-        if is_over:
-            self._try(lambda: self._values.delete(_METADATA))
+        for name in _COPIES if is_over else ():
+            self._try(self._values.delete, name)
 
-    def _read_metadata(self) -> None:
-        if _METADATA not in self._values.names():
-            return
-        copy = LogCopy.parse(self._values.read(_METADATA, 1 << 30), _OWNER)
-        if copy is None or not copy.has_all(copy.header.settled):
-            raise FormatError(self.label, f"the value {_METADATA!r} is damaged")
-        for frame in copy.frames.values():
-            self._metadata.add(frame.entry)
-            self._stamps.observe(frame.entry.stamp)
+    def _load_metadata(self) -> None:
+        """Read both copies of the metadata; make them if the volume is new."""
+        names = set(self._values.names())
+        images = [self._values.read(name, 1 << 30) for name in _COPIES if name in names]
+        parsed = [LogCopy.parse(image, _HEADER.store) for image in images]
+        copies = [copy for copy in parsed if copy is not None]
+        contents = merge_copies(copies)
+        if contents.missing or (names and not copies):
+            raise FormatError(self.label, "the metadata is damaged in both copies")
+        for entry in contents.entries:
+            self._metadata.add(entry)
+            self._stamps.observe(entry.stamp)
+        self._generation = contents.generation
+        if not names and self._may_write:
+            self.put_meta([])
 
     def _recover(self) -> Contents:
-        heads: list[tuple[int, Head | None]] = []
+        rows: list[tuple[int, Head]] = []
         for name in self._values.names():
             if not name.startswith(_RECORD):
                 continue
@@ -278,11 +288,18 @@ class NamedVolume:
             nbytes = record_bytes(head.payload_bytes) if head is not None else 0
             self._segments[segment] = _Value(number, nbytes)
             self._stamps.observe(number)
-            heads.append((pack_place(segment, 0), head))
-        heads.sort(key=lambda pair: self._segments[segment_of(pair[0])].id)
-        found = newest_records(heads, self._metadata.all())
+            if head is not None:
+                rows.append((segment, head))
+        rows.sort(key=lambda row: self._segments[row[0]].id)
+        keys = b"".join(head.key for _, head in rows)
+        found = newest_records(
+            np.frombuffer(keys, np.uint64).reshape(-1, 4),
+            np.array([pack_place(segment, 0) for segment, _ in rows], np.int64),
+            np.array([head.payload_bytes for _, head in rows], np.int64),
+            np.array([head.stamp for _, head in rows], np.int64),
+        )
         for segment in map(segment_of, found.places.tolist()):
             self._segments[segment].live = True
         self._held_bytes = sum(one.nbytes for one in self._segments.values())
         self._used_bytes = sum(one.nbytes for one in self._segments.values() if one.live)
-        return found
+        return replace(found, metadata=self._metadata.all())

@@ -1,20 +1,17 @@
-"""Help for volumes that hold records whole, as files or values: read, verify, list them."""
+"""Help for volumes: verified reads of records that are held whole, and the newest of each key."""
 
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from kvdepot.core.block import BlockKey
-from kvdepot.core.metadata import MetaEntry
-from kvdepot.core.volume import Array, Contents, Outcome, Outcomes
+from kvdepot.core.volume import Array, Contents, Ints, Outcome, Outcomes
 from kvdepot.format.copy_ops import copy_op, read_op, transfers
 from kvdepot.format.record import (
     HEAD_BYTES,
-    Head,
     Kind,
     parse_head,
     payload_intact,
@@ -40,7 +37,7 @@ class BlockingReads:
         self._deadline = time.monotonic() + timeout_s
         self._outcomes: Outcomes = np.full(len(reads), Outcome.LATE, np.uint8)
         self._taken = threading.Lock()
-        """Held for good by the first that reads or cancels."""
+        """Taken by the first caller that reads or cancels, and never released."""
         self._ended = threading.Event()
 
     def when_done(self, call: Callable[[], None]) -> None:
@@ -77,24 +74,21 @@ def images_of(records: Array) -> list[Bytes]:
     return [view_at(address, nbytes) for address, nbytes in zip(addresses, sizes, strict=True)]
 
 
-def newest_records(
-    found: Iterable[tuple[int, Head | None]], metadata: Sequence[MetaEntry]
-) -> Contents:
-    """The newest record of each key, from all places in order and their heads."""
-    newest: dict[BlockKey, tuple[int, Head]] = {}
-    for place, head in found:
-        if head is None:
-            continue
-        if head.key not in newest or newest[head.key][1].stamp <= head.stamp:
-            newest[head.key] = (place, head)
-    rows = sorted(newest.values(), key=lambda row: row[1].stamp)
+def newest_records(words: Array, places: Ints, payload_bytes: Array, stamps: Array) -> Contents:
+    """The newest record of each key: it has the greatest stamp, or is the last of several."""
+    stamps = stamps.astype(np.int64)
+    order = np.argsort(stamps, kind="stable")
+    backwards = words[order[::-1]]
+    _, first, key = np.unique(backwards[:, 2], return_index=True, return_inverse=True)
+    if not np.array_equal(backwards[first[key]], backwards):  # one word of two keys is the same
+        _, first = np.unique(backwards, axis=0, return_index=True)
+    newest = order[np.sort(len(order) - 1 - first)]
     return Contents(
-        np.frombuffer(b"".join(head.key for _, head in rows), np.uint64).reshape(-1, 4),
-        np.array([place for place, _ in rows], np.int64),
-        np.array([head.payload_bytes for _, head in rows], np.int64),
-        np.array([head.stamp for _, head in rows], np.int64),
+        np.ascontiguousarray(words[newest], np.uint64),
+        places[newest],
+        payload_bytes[newest].astype(np.int64),
+        stamps[newest],
         token=0,
-        metadata=metadata,
     )
 
 

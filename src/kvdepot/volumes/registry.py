@@ -9,47 +9,45 @@ The configuration names it: `plugin = { name = "tape", capacity = "1TiB" }`. Not
 before that. `name = "kvdepot_tape:open_tape"` works without an entry point.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Final
 
 from kvdepot.config.settings import Config, FileTierConfig, PluginConfig
-from kvdepot.core.clock import Clock
 from kvdepot.core.volume import OpenVolume, Volume, VolumeContext
 from kvdepot.errors import ConfigError
 from kvdepot.io.breaker import RetryPauses
 from kvdepot.io.files import Files
-from kvdepot.io.speed import ThroughputMeter
 from kvdepot.memory.memory import Memory
 from kvdepot.volumes.log.medium import MountSettings
+from kvdepot.volumes.log.reader import ThroughputMeter
 from kvdepot.volumes.log.volume import LogVolume
 from kvdepot.volumes.object.volume import BucketVolume
 
 GROUP: Final = "kvdepot.volumes"
 VolumeFactory = Callable[[PluginConfig, VolumeContext], Volume]
-"""What a plug-in offers: opens the volume that a configuration describes."""
+"""A plug-in: opens the volume that a configuration describes."""
 _METHODS: Final = sorted(name for name in vars(Volume) if not name.startswith("_"))
 _REGISTERED_MAX: Final = 8 << 30
 
 
 class ConfiguredVolumes:
-    """How to open each volume that a configuration names."""
+    """Opens the volumes that a configuration names."""
 
-    def __init__(self, config: Config, wall: Clock, files: Files | None, *, writable: bool) -> None:
-        """`files` stands in for the operating system, in tests."""
+    def __init__(self, config: Config, files: Files | None) -> None:
+        """`files` replaces the operating system in tests."""
         self._logs: dict[str, tuple[MountSettings, Files, list[ThroughputMeter]]] = {}
         self.openers: list[tuple[str, str, OpenVolume]] = []
-        """Tier, path and how to open it."""
-        for settings in config.file_tiers:
+        """Tier, path and factory."""
+        for tier in config.file_tiers:
             shared = files.share() if files is not None and self._logs else files
-            own = shared or Files(depth=settings.io_depth, timeout_s=settings.write_timeout)
-            mount = mount_settings(settings, wall, writable=writable)
-            self._logs[settings.TIER] = (mount, own, [])
+            own = shared or Files(depth=tier.io_depth, timeout_s=tier.write_timeout)
+            self._logs[tier.TIER] = (mount_settings(tier), own, [])
             self.openers += [
-                (settings.TIER, str(path), partial(self._open_log, settings.TIER, path))
-                for path in settings.path
+                (tier.TIER, str(path), partial(self._open_log, tier.TIER, path))
+                for path in tier.path
             ]
         if config.plugin is not None:
             label = str(config.plugin.path or config.plugin.name)
@@ -59,12 +57,12 @@ class ConfiguredVolumes:
             self.openers.append((bucket.TIER, bucket.url, partial(BucketVolume, bucket)))
 
     def opener(self, tier: str, path: Path) -> OpenVolume | None:
-        """How to open one more path for a tier; None: the tier has no paths."""
+        """A factory for one more path of a tier; None: the tier has no paths."""
         return partial(self._open_log, tier, path) if tier in self._logs else None
 
     def register_memory(self, memory: Memory) -> bool:
-        """Pin memory for the I/O engines, where the machine lets it. It must be faulted in: pinning
-        is then cheap. Every ring pins it anew, so very large memory is left alone.
+        """Pin memory for the I/O engines, if the machine allows it. It must be faulted in: pinning
+        is then cheap. Every ring pins it again, so memory of more than 8 GiB is not pinned.
         """
         if memory.nbytes > _REGISTERED_MAX:
             return False
@@ -83,7 +81,7 @@ class ConfiguredVolumes:
         return LogVolume(path, files, settings, context, meters)
 
 
-def mount_settings(config: FileTierConfig, wall: Clock, *, writable: bool) -> MountSettings:
+def mount_settings(config: FileTierConfig) -> MountSettings:
     return MountSettings(
         capacity_bytes=config.path_capacity,
         segment_bytes=config.segment_bytes,
@@ -91,10 +89,8 @@ def mount_settings(config: FileTierConfig, wall: Clock, *, writable: bool) -> Mo
         fsync=config.fsync,
         write_timeout_s=config.write_timeout,
         pauses=RetryPauses(config.retry_initial, config.retry_max),
-        writable=writable,
         tier=config.TIER,
         daily_bytes=config.daily_bytes,
-        wall=wall,
         profile=config.profile,
         contiguous_bytes=config.contiguous_bytes,
     )
@@ -122,12 +118,12 @@ def find_plugin(name: str) -> VolumeFactory:
         raise _error(f"{name!r} is claimed by several packages: {', '.join(sorted(targets))}")
     (entry,) = targets.values()
     try:
-        found: VolumeFactory = entry.load()
+        factory: VolumeFactory = entry.load()
     except (ImportError, AttributeError) as error:
         raise _error(f"plug-in {entry.value} cannot be loaded: {error}") from error
-    if not callable(found):
+    if not callable(factory):
         raise _error(f"plug-in {entry.value} is not callable")
-    return found
+    return factory
 
 
 def open_plugin(config: PluginConfig, context: VolumeContext) -> Volume:
@@ -140,14 +136,10 @@ def open_plugin(config: PluginConfig, context: VolumeContext) -> Volume:
         volume = find_plugin(config.name)(config, context)
     except OSError as error:
         raise _error(f"{config.name} cannot be opened: {error}") from error
-    missing = missing_methods(volume)
+    missing = [name for name in _METHODS if not callable(getattr(volume, name, None))]
     if missing:
         raise _error(f"{config.name} is no volume: it lacks {', '.join(missing)}")
     return volume
-
-
-def missing_methods(volume: object) -> Sequence[str]:
-    return [name for name in _METHODS if not callable(getattr(volume, name, None))]
 
 
 def _error(reason: str, hint: str = "") -> ConfigError:

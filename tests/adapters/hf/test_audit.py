@@ -1,4 +1,4 @@
-"""The audit in transformers: it finds what a fault has left in the depot, and nothing else."""
+"""The audit in transformers finds wrong blocks, and raises no false alarm."""
 
 from typing import Any
 
@@ -29,14 +29,14 @@ def space_of(model: DepotModel) -> Any:
 
 
 def ask(model: DepotModel, ids: torch.Tensor) -> torch.Tensor:
-    """The answer, once what it has computed is in the depot, or compared."""
+    """The answer, after its blocks were stored or compared."""
     answer: torch.Tensor = model.generate(ids, **GREEDY)
     model.flush()
     return answer
 
 
 def assert_no_alarm(store: Store, compared: int) -> None:
-    known = store.audits.known()
+    known = store.audits.list()
     assert known["compared"] >= compared
     assert known["mismatched"] == 0
 
@@ -52,10 +52,10 @@ def test_finds_each_fault(fault: str, memory: Store) -> None:
         expected = model.generate(ids, **GREEDY)
         for _ in range(HITS_MAX):
             ask(served, ids)
-            if memory.audits.known()["mismatched"]:
+            if memory.audits.list()["mismatched"]:
                 break
-        assert memory.audits.known()["mismatched"] == 1
-        (found,) = memory.audits.known()["quarantined"]
+        assert memory.audits.list()["mismatched"] == 1
+        (found,) = memory.audits.list()["quarantined"]
         assert found["error"] > found["tolerance"]
         assert "transformers" in found["found_by"]
         # From now on the model answers for itself.
@@ -74,7 +74,7 @@ def test_finds_each_fault(fault: str, memory: Store) -> None:
         ("deepseek", torch.float32),
     ],
 )
-def test_no_alarm_for_what_is_right(name: str, dtype: torch.dtype, memory: Store) -> None:
+def test_no_alarm_for_correct_blocks(name: str, dtype: torch.dtype, memory: Store) -> None:
     model = tiny_transformers.build(tiny_transformers.SERVED[name](), dtype=dtype)
     with attached(model, memory, AuditConfig(share=1)) as served:
         for seed in range(2):
@@ -96,7 +96,7 @@ def test_an_audited_hit_computes_one_block_more(memory: Store) -> None:
             ask(served, ids)
             computed.append(served.last.rows[0].computed_tokens)
         assert computed == [3 + BLOCK, 3, 3]
-        assert memory.audits.known()["compared"] == 1
+        assert memory.audits.list()["compared"] == 1
 
 
 def test_a_batch(memory: Store) -> None:
@@ -112,12 +112,12 @@ def test_a_batch(memory: Store) -> None:
         assert_no_alarm(memory, 4)
 
 
-def test_blocks_say_what_has_made_them(memory: Store) -> None:
+def test_blocks_name_their_producer(memory: Store) -> None:
     model = tiny_transformers.build(tiny_transformers.llama())
     ids = tiny_transformers.tokens(PROMPT)
     with attached(model, memory) as served:
         ask(served, ids)
         key = space_of(served).keys(ids[0].numpy())[0]
-        (made,) = memory.audits.known()["producers"]
+        (made,) = memory.audits.list()["producers"]
         assert memory.audits.producer_of(key) == made["text"]
         assert "attention" in made["text"]

@@ -222,7 +222,7 @@ class ChangesWeights(transformers.LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
-def test_what_was_computed_while_weights_changed_is_not_saved(memory: Store) -> None:
+def test_kv_computed_while_weights_changed_is_not_saved(memory: Store) -> None:
     model = build(llama())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with attach(model, memory, block_tokens=BLOCK) as depot_model:

@@ -92,7 +92,7 @@ def test_the_caches_own_tensors_may_be_dropped(memory: Store) -> None:
                 for layer in output.past_key_values.layers:
                     assert not getattr(layer, "kept", None), "no more than transformers keeps"
                 del output
-            assert model.flush()
+                assert model.flush()
             assert model.last.rows[0].fetched_tokens == 96
 
 
@@ -132,4 +132,4 @@ def test_blocks_are_stored_with_their_token_ids(model: DepotModel, memory: Store
     with memory.inspect().state.lock:
         catalog = memory.inspect().catalog
         keys = [catalog.table.key(row) for row in catalog.live_rows().tolist()]
-    assert sorted(memory.token_ids(keys)) == sorted([told[:BLOCK], told[BLOCK : 2 * BLOCK]])
+    assert sorted(memory.routing.token_ids(keys)) == sorted([told[:BLOCK], told[BLOCK : 2 * BLOCK]])

@@ -63,16 +63,6 @@ def test_forward(pair: tuple[Any, DepotModel], reason: str, call: dict[str, Any]
     assert not depot_model.counters.offload_stored
 
 
-def test_right_padding(pair: tuple[Any, DepotModel]) -> None:
-    model, depot_model = pair
-    mask = torch.ones_like(IDS)
-    mask[0, 40:] = 0
-    with torch.no_grad():
-        found = depot_model(IDS, attention_mask=mask).logits
-        torch.testing.assert_close(found, model(IDS, attention_mask=mask).logits)
-    assert depot_model.last.passed == "padding"
-
-
 OtherCache = type("OtherCache", (transformers.DynamicCache,), {})
 """A cache that is not one of those we know how to fill."""
 

@@ -36,7 +36,7 @@ def test_random_calls(memory: Store, kind: str, seed: int) -> None:
         assert depot_model.flush()
         assert depot_model.last_error is None
         assert memory.stats()["leased"] == 0
-        assert memory.check()
+        assert memory.admin.check()
 
 
 WINDOWED = ("mistral", "gemma3", "gpt_oss")

@@ -66,7 +66,7 @@ def half_there() -> Any:
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (mamba, "layer 0 of the model keeps a LinearAttentionLayer"),
+    (mamba, "layer 0 of the model has a LinearAttentionLayer"),
     (hybrid, "LinearAttentionLayer"),
     (indexed, "DynamicIndexedLayer"),
     (chunked, "chunked attention"),
@@ -115,14 +115,14 @@ def test_a_filled_cache_is_refused(memory: Store) -> None:
         ):
             with torch.no_grad():
                 model(ids, past_key_values=cache)
-                with pytest.raises(ModelError, match="holds 20 tokens already") as caught:
+                with pytest.raises(ModelError, match="already holds 20 tokens") as caught:
                     depot_model(ids, past_key_values=cache)
-            with pytest.raises(ModelError, match="holds 20 tokens already"):
+            with pytest.raises(ModelError, match="already holds 20 tokens"):
                 depot_model.generate(ids, past_key_values=cache, max_new_tokens=2)
             assert "whole conversation" in caught.value.hint
 
 
-def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("kvdepot.adapters.hf.")]:
         monkeypatch.delitem(sys.modules, name)
     really = builtins.__import__

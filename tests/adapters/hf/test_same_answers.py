@@ -1,4 +1,4 @@
-"""With a depot a model says what it says without one, however it is called."""
+"""A model gives the same answers with a depot and without, for every kind of call."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_a_prompt_seen_before_is_fetched(pair: tuple[Any, DepotModel]) -> None:
     assert computed(pair[1]) == [100 - 96]
 
 
-def test_the_next_turn_finds_what_was_generated(pair: tuple[Any, DepotModel]) -> None:
+def test_the_next_turn_finds_the_generated_tokens(pair: tuple[Any, DepotModel]) -> None:
     model, depot_model = pair
     history = tokens(60)
     for turn in range(4):
@@ -206,15 +206,14 @@ def test_an_empty_cache_of_the_caller_is_filled(pair: tuple[Any, DepotModel]) ->
     assert computed(depot_model) == [70 - 64]
 
 
-def test_prefill_in_chunks(pair: tuple[Any, DepotModel]) -> None:
-    ask_twice(pair, input_ids=tokens(75), **GREEDY, prefill_chunk_size=13)
-
-
-def test_settings_in_a_generation_config(pair: tuple[Any, DepotModel]) -> None:
-    settings = transformers.GenerationConfig(
-        max_new_tokens=NEW, do_sample=False, prefill_chunk_size=20
-    )
-    ask_twice(pair, inputs=tokens(75), generation_config=settings)
+@pytest.mark.parametrize("form", ["named", "in a GenerationConfig"])
+def test_prefill_in_chunks(pair: tuple[Any, DepotModel], form: str) -> None:
+    call: dict[str, Any] = {"input_ids": tokens(75), **GREEDY, "prefill_chunk_size": 13}
+    if form != "named":
+        chunks = {"max_new_tokens": NEW, "do_sample": False, "prefill_chunk_size": 20}
+        settings = transformers.GenerationConfig(**chunks)
+        call = {"inputs": tokens(75), "generation_config": settings}
+    ask_twice(pair, **call)
 
 
 def test_sequences_that_end_early(memory: Store) -> None:
@@ -248,7 +247,7 @@ def test_types_and_attention(memory: Store, kind: str, dtype: Any, attention: st
 
 
 def test_wrong_kv_changes_the_answer(memory: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above could fail: what is fetched matters."""
+    """The tests above can fail: wrong KV changes answers."""
     for kind, make in SERVED.items():
         model = build(make())
         ids = tokens(100)

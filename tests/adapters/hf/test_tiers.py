@@ -121,7 +121,7 @@ def test_memory_that_is_not_page_locked_costs_misses(
 
 
 def is_record(operation: Operation) -> bool:
-    """Reads of blocks, not of what is looked at when a store is opened."""
+    """Reads of blocks, not the reads at the opening of a store."""
     return operation.nbytes > 4096
 
 
@@ -129,7 +129,7 @@ def is_record(operation: Operation) -> bool:
     "effect", [Fail(errno.EIO), Corrupt(at=4096 + 7)], ids=["fails", "damages"]
 )
 @pytest.mark.parametrize("skip", [0, 4, 9])
-def test_a_bad_block_costs_what_follows_it(
+def test_a_bad_block_costs_the_blocks_after_it(
     model: Any, open_depot: OpenDepot, effect: Any, skip: int
 ) -> None:
     ids = tokens(PROMPT)
@@ -198,7 +198,7 @@ def test_a_stall_costs_no_more_than_the_deadline(model: Any, open_depot: OpenDep
         files.clear()
 
 
-def test_a_block_that_goes_away_between_lookup_and_fetch(
+def test_a_block_that_is_removed_between_lookup_and_fetch(
     model: Any, memory: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = tokens(PROMPT)

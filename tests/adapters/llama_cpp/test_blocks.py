@@ -11,9 +11,9 @@ from tests.support.llama_states import MadeState
 import kvdepot
 from kvdepot.adapters.llama_cpp import blocks as blocks_module
 from kvdepot.adapters.llama_cpp.blocks import SequenceBlocks, gguf_digest, gguf_files
-from kvdepot.adapters.llama_cpp.sequence_state import Rows, StateLayout, read_state
+from kvdepot.adapters.llama_cpp.sequence_state import Plane, StateLayout, read_state
 from kvdepot.config.settings import AuditConfig
-from kvdepot.core.depot import Depot
+from kvdepot.depot import Depot
 from kvdepot.errors import ModelError
 
 SIZE = 8
@@ -75,7 +75,7 @@ def test_a_part_of_a_sequence_is_stored_behind_what_is_known(depot: Depot) -> No
         assert blocks.known(tokens) == 8
 
 
-def test_what_differs_shares_nothing(depot: Depot) -> None:
+def test_different_models_share_nothing(depot: Depot) -> None:
     made = MadeState(cells=16)
     with depot:
         open_blocks(depot, made).store(list(range(16)), read_state(made.state(), 4))
@@ -134,7 +134,7 @@ def test_blocks_are_stored_with_their_token_ids() -> None:
         blocks = open_blocks(store, made)
         tokens = list(range(40, 60))
         assert blocks.store(tokens, read_state(made.state(), 4)) == 2
-        assert store.token_ids(blocks.space.keys(tokens)) == [tokens[:8], tokens[8:16]]
+        assert store.routing.token_ids(blocks.space.keys(tokens)) == [tokens[:8], tokens[8:16]]
 
 
 class NumberState(MadeState):
@@ -157,7 +157,7 @@ class TestAudit:
     def halves(self, seed: int = 1) -> MadeState:
         return NumberState(cells=24, k_row=34, v_row=64, seed=seed)
 
-    def test_a_block_less_and_compared_when_it_comes(self, depot: Depot) -> None:
+    def test_an_audited_hit_is_a_block_short_and_is_compared(self, depot: Depot) -> None:
         made, tokens = self.halves(), list(range(24))
         with depot:
             blocks = self.opened(depot, made)
@@ -165,7 +165,7 @@ class TestAudit:
             assert load(blocks, tokens)[0] == 16
             assert blocks.known(tokens) == 16, "so that a request without new blocks is saved"
             assert blocks.store(tokens, read_state(made.state(), 4)) == 0
-            known = depot.audits.known()
+            known = depot.audits.list()
             assert (known["compared"], known["mismatched"]) == (1, 0)
             assert blocks.known(tokens) == 24
             assert load(blocks, tokens)[0] == 24, "one in fifty"
@@ -177,7 +177,7 @@ class TestAudit:
             blocks.store(tokens, read_state(made.state(), 4))
             load(blocks, tokens)
             blocks.store(tokens, read_state(self.halves(seed=2).state(), 4))
-            (found,) = depot.audits.known()["quarantined"]
+            (found,) = depot.audits.list()["quarantined"]
             assert "llama.cpp" in found["found_by"]
             assert load(blocks, tokens)[0] == 0
 
@@ -205,18 +205,18 @@ def test_numbers_of_each_type(kind: int, raw: Any, expected: list[float] | None)
     if kind == 2:
         expected = [3.5] * 16 + [-3.5] * 16
     raw = raw.view(np.uint8)
-    layout = StateLayout(4, False, (), (Rows(kind, len(raw)),), ())
+    layout = StateLayout(4, False, (), (Plane(kind, len(raw)),), ())
     assert layout.numbers(raw, 1).tolist() == expected
 
 
 def test_a_type_that_is_not_understood() -> None:
-    layout = StateLayout(4, False, (), (Rows(99, 4),), ())
+    layout = StateLayout(4, False, (), (Plane(99, 4),), ())
     with pytest.raises(ValueError, match="99"):
         layout.numbers(bytes(4), 1)
 
 
 def test_users_have_namespaces_of_their_own(depot: Depot) -> None:
-    """Their token ids, which routers may be told, are not kept."""
+    """Their token ids, which the depot announces to routers, are not kept."""
     made = MadeState(cells=16)
     tokens = list(range(16))
     state = read_state(made.state(), 4)
@@ -232,8 +232,8 @@ def test_users_have_namespaces_of_their_own(depot: Depot) -> None:
         assert shared.variant(b"", "") is shared
         assert len({blocks.space.tag for blocks in (shared, one, other)}) == 3
         assert shared.tags == [blocks.space.tag for blocks in (shared, one, other)]
-        assert depot.token_ids(shared.space.keys(tokens)) == [tokens[:8], tokens[8:]]
-        assert depot.token_ids(one.space.keys(tokens)) == [[], []]
+        assert depot.routing.token_ids(shared.space.keys(tokens)) == [tokens[:8], tokens[8:]]
+        assert depot.routing.token_ids(one.space.keys(tokens)) == [[], []]
 
 
 def test_users_have_a_namespace_for_each_set_of_loras(depot: Depot) -> None:
@@ -249,7 +249,7 @@ def test_users_have_a_namespace_for_each_set_of_loras(depot: Depot) -> None:
             assert blocks.known(tokens) == 0, (user, adapter)
             assert blocks.store(tokens, state) == 2
             kept = [tokens[:8], tokens[8:]] if not user else [[], []]
-            assert depot.token_ids(blocks.space.keys(tokens)) == kept
+            assert depot.routing.token_ids(blocks.space.keys(tokens)) == kept
         assert off.variant(b"", "off") is off
         assert off.tags == [off.variant(*name).space.tag for name in names]
         assert len(set(off.tags)) == len(names)

@@ -1,4 +1,4 @@
-"""The proxy before a stand-in for llama-server: what is passed on, restored, kept and refused."""
+"""The proxy before a stand-in for llama-server: requests are passed on, restored and stored."""
 
 import http.client
 import json
@@ -15,15 +15,11 @@ from tests.support.fake_llama import FakeLlama
 from tests.support.waiting import until
 
 import kvdepot
-from kvdepot.adapters.llama_cpp import proxy, server_link
+from kvdepot.adapters.llama_cpp import proxy, server_watch
 from kvdepot.adapters.llama_cpp.http_relay import ProxyServer, api_key
 from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
-from kvdepot.adapters.llama_cpp.server_link import (
-    LinkSettings,
-    PromptTiming,
-    check_options,
-    read_timing,
-)
+from kvdepot.adapters.llama_cpp.server_link import LinkSettings, PromptTiming, read_timing
+from kvdepot.adapters.llama_cpp.server_watch import check_options
 from kvdepot.core.audit import AuditFinding
 from kvdepot.errors import ModelError
 
@@ -92,7 +88,7 @@ def fake(tmp_path: Path, slots: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     model = tmp_path / "m.gguf"
     model.write_bytes(b"weights")
     # The stand-in's process is this one, and older than its model.
-    monkeypatch.setattr(server_link, "process_start_ns", lambda _: time.time_ns() + 10**9)
+    monkeypatch.setattr(server_watch, "process_start_ns", lambda _: time.time_ns() + 10**9)
     server = FakeLlama(model, slots)
     server.hold.set()
     yield server
@@ -113,16 +109,22 @@ def start(fake: FakeLlama, slots: Path) -> Iterator[Start]:
         yield make
 
 
+@pytest.fixture
+def front(start: Start) -> Front:
+    """A proxy that has recognized the stand-in."""
+    made = start()
+    made.until_ready()
+    return made
+
+
 def erase(fake: FakeLlama) -> None:
     fake.contents = [[] for _ in fake.contents]
 
 
-def test_the_status_tells_of_audits(start: Start) -> None:
-    front = start()
-    front.until_ready()
+def test_the_status_shows_audits(front: Front) -> None:
     names = ("audited_blocks", "mismatched_blocks", "quarantined")
     assert [front.proxy.status()[name] for name in names] == [0, 0, False]
-    served = front.proxy.served()
+    served = front.proxy.watch.served()
     assert served is not None
     (key,) = served.blocks.space.keys(range(16))
     found = AuditFinding(key, False, 1.0, 0.25, 0, "llama.cpp b1")
@@ -130,9 +132,9 @@ def test_the_status_tells_of_audits(start: Start) -> None:
     assert [front.proxy.status()[name] for name in names] == [1, 1, True]
 
 
-def test_a_known_prefix_is_restored_to_a_slot(start: Start, fake: FakeLlama, slots: Path) -> None:
-    front = start()
-    front.until_ready()
+def test_a_known_prefix_is_restored_to_a_slot(
+    front: Front, start: Start, fake: FakeLlama, slots: Path
+) -> None:
     assert front.complete(TEXT)["content"] == "0"
     front.until_stored(len(TEXT) // 16)
     erase(fake)
@@ -147,9 +149,7 @@ def test_a_known_prefix_is_restored_to_a_slot(start: Start, fake: FakeLlama, slo
     until(lambda: not list(slots.glob("kvdepot-*")))
 
 
-def test_a_slot_that_is_saved_too_early_is_saved_again(start: Start, fake: FakeLlama) -> None:
-    front = start()
-    front.until_ready()
+def test_a_slot_that_is_saved_too_early_is_saved_again(front: Front, fake: FakeLlama) -> None:
     fake.delay_s = 0.2
     front.complete(TEXT)
     front.until_stored(len(TEXT) // 16)
@@ -157,11 +157,9 @@ def test_a_slot_that_is_saved_too_early_is_saved_again(start: Start, fake: FakeL
 
 
 def test_a_save_that_the_server_forgets_is_asked_for_again(
-    start: Start, fake: FakeLlama, slots: Path, monkeypatch: pytest.MonkeyPatch
+    front: Front, fake: FakeLlama, slots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proxy, "_FORGOTTEN_S", 0.05)
-    front = start()
-    front.until_ready()
     fake.forgets = 2
     front.complete(TEXT)
     front.until_stored(len(TEXT) // 16)
@@ -171,12 +169,10 @@ def test_a_save_that_the_server_forgets_is_asked_for_again(
 
 
 def test_a_server_that_saves_no_slot_costs_no_request(
-    start: Start, fake: FakeLlama, monkeypatch: pytest.MonkeyPatch
+    front: Front, fake: FakeLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proxy, "_FORGOTTEN_S", 0.05)
     monkeypatch.setattr(proxy, "_SAVE_LIMIT_S", 0.05)
-    front = start()
-    front.until_ready()
     fake.forgets = 100
     for number in range(3):
         assert front.complete(f"{number} {TEXT}")["content"] == "0"
@@ -194,9 +190,7 @@ def test_everything_else_is_passed_on(start: Start, fake: FakeLlama) -> None:
     assert fake.seen[-1] == ("/completion", body)
 
 
-def test_answers_are_streamed(start: Start, fake: FakeLlama) -> None:
-    front = start()
-    front.until_ready()
+def test_answers_are_streamed(front: Front, fake: FakeLlama) -> None:
     fake.hold.clear()
     connection = front.connection()
     connection.request("POST", "/completion", json.dumps({"prompt": TEXT, "stream": True}))
@@ -208,9 +202,9 @@ def test_answers_are_streamed(start: Start, fake: FakeLlama) -> None:
 
 
 @pytest.mark.parametrize("refused", ["/tokenize", "restore", "save"])
-def test_what_fails_costs_no_request(start: Start, fake: FakeLlama, refused: str) -> None:
-    front = start()
-    front.until_ready()
+def test_a_failure_costs_no_request(
+    front: Front, start: Start, fake: FakeLlama, refused: str
+) -> None:
     front.complete(TEXT)
     front.until_stored(len(TEXT) // 16)
     erase(fake)
@@ -224,9 +218,7 @@ def test_what_fails_costs_no_request(start: Start, fake: FakeLlama, refused: str
     assert "content" in second.complete(TEXT)
 
 
-def test_a_request_that_our_changes_spoil_is_sent_as_it_came(start: Start, fake: FakeLlama) -> None:
-    front = start()
-    front.until_ready()
+def test_a_request_that_our_changes_spoil_is_sent_as_it_came(front: Front, fake: FakeLlama) -> None:
 
     def refuse(request: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
         if "id_slot" in request:
@@ -244,9 +236,7 @@ def test_a_request_that_our_changes_spoil_is_sent_as_it_came(start: Start, fake:
     assert sent[-1] == {"prompt": TEXT}
 
 
-def test_a_server_that_is_gone_is_a_bad_gateway(start: Start, fake: FakeLlama) -> None:
-    front = start()
-    front.until_ready()
+def test_a_server_that_is_gone_is_a_bad_gateway(front: Front, fake: FakeLlama) -> None:
     fake.close()
     status, answer = front.ask("/completion", {"prompt": TEXT})
     assert status == 502
@@ -254,10 +244,8 @@ def test_a_server_that_is_gone_is_a_bad_gateway(start: Start, fake: FakeLlama) -
 
 
 def test_another_server_is_another_namespace(
-    start: Start, fake: FakeLlama, slots: Path, tmp_path: Path
+    front: Front, start: Start, fake: FakeLlama, slots: Path, tmp_path: Path
 ) -> None:
-    front = start()
-    front.until_ready()
     front.complete(TEXT)
     front.until_stored(1)
     other = tmp_path / "other.gguf"
@@ -296,10 +284,10 @@ def test_a_request_is_sent_with_the_loras_that_its_blocks_are_named_by(
     assert front.proxy.status()["failed"] == 0
 
 
-def test_what_a_servers_own_cache_gave_a_slot_is_not_stored(
+def test_kv_from_the_servers_own_cache_is_not_stored(
     start: Start, fake: FakeLlama, tmp_path: Path
 ) -> None:
-    """It may be of other LoRAs."""
+    """It may belong to other LoRAs."""
     load_lora(fake, tmp_path)
     front = start()
     front.until_ready()
@@ -325,24 +313,20 @@ def test_an_activated_lora_is_refused(start: Start, fake: FakeLlama, tmp_path: P
 
 
 def test_a_lora_that_the_server_does_not_have_changes_nothing(
-    start: Start, fake: FakeLlama
+    front: Front, fake: FakeLlama
 ) -> None:
-    front = start()
-    front.until_ready()
     front.complete(TEXT, lora=[{"id": 0, "scale": 1.0}])
     front.until_stored(len(TEXT) // 16)
     erase(fake)
     assert front.proxy.status()["ready"]
 
 
-def test_a_shifted_context_ends_it(start: Start, fake: FakeLlama) -> None:
-    front = start()
-    front.until_ready()
+def test_a_shifted_context_ends_it(front: Front, fake: FakeLlama) -> None:
     front.complete(TEXT, n_predict=5000)
     until(lambda: "--context-shift" in front.proxy.status()["reason"])
 
 
-def test_slots_that_are_saved_elsewhere_are_told(start: Start, tmp_path: Path) -> None:
+def test_slots_that_are_saved_elsewhere_are_reported(start: Start, tmp_path: Path) -> None:
     front = start(slots=tmp_path / "elsewhere")
     until(lambda: "saves its slots elsewhere" in front.proxy.status()["reason"])
     assert "content" in front.complete(TEXT)
@@ -382,7 +366,7 @@ def test_options_that_move_kv_are_refused() -> None:
         process.kill()
 
 
-def test_the_ledger_and_the_page_know_the_servers_timings(start: Start, fake: FakeLlama) -> None:
+def test_the_servers_timings_are_reported(start: Start, fake: FakeLlama) -> None:
     """The stand-in says that each token took 2.5 ms."""
     front = start()
     depot = front.proxy._depot
@@ -391,7 +375,7 @@ def test_the_ledger_and_the_page_know_the_servers_timings(start: Start, fake: Fa
     front.until_stored(len(TEXT) // 16)
 
     def measured() -> Any:
-        return depot.sessions.ledger()["assumed"]["measured"]
+        return depot.admin.ledger()["assumed"]["measured"]
 
     until(lambda: len(measured()) == 1)
     (found,) = measured().values()
@@ -409,7 +393,7 @@ def test_the_ledger_and_the_page_know_the_servers_timings(start: Start, fake: Fa
     assert latest["recompute_s"] > 0.25 * 2.5e-3 * len(TEXT)
 
 
-def test_an_answer_without_timings_tells_nothing() -> None:
+def test_timings_of_an_answer() -> None:
     whole = b'"timings": {"cache_n": 3, "prompt_n": 4, "prompt_ms": 8.5, "predicted_n": 2}'
     assert read_timing(whole) == PromptTiming(4, 3, 2, 8.5e-3)
     assert read_timing(whole.replace(b"8.5", b"-1")) == PromptTiming(4, 3, 2, None)
@@ -422,10 +406,8 @@ BLOCKS = len(TEXT) // 16
 """Blocks of TEXT, of which each letter is a token."""
 
 
-def test_users_with_other_api_keys_share_no_kv(start: Start, fake: FakeLlama) -> None:
+def test_users_with_other_api_keys_share_no_kv(front: Front, start: Start, fake: FakeLlama) -> None:
     """Neither in slots, which the server has, nor from the depot; each user hits its own."""
-    front = start()
-    front.until_ready()
     for stored, key in enumerate(("alice", "bob", ""), 1):
         assert front.complete(TEXT, key)["content"] == "0"
         front.until_stored(stored * BLOCKS)
@@ -438,10 +420,8 @@ def test_users_with_other_api_keys_share_no_kv(start: Start, fake: FakeLlama) ->
     assert second.proxy.status()["failed"] == 0
 
 
-def test_a_user_finds_what_it_left_in_a_slot(start: Start, fake: FakeLlama) -> None:
+def test_a_user_reuses_its_own_slot(front: Front, fake: FakeLlama) -> None:
     """Two users take turns in two slots, with a prompt too short for a block of the depot."""
-    front = start()
-    front.until_ready()
     for _ in range(2):
         fresh = [front.complete("a short one", key)["slot"] for key in ("alice", "bob")]
         assert sorted(fresh) == [0, 1]
@@ -451,11 +431,9 @@ def test_a_user_finds_what_it_left_in_a_slot(start: Start, fake: FakeLlama) -> N
 
 @pytest.mark.parametrize("wish", [{"id_slot": 0}, {"n": 2}])
 def test_a_request_that_is_passed_on_uses_no_slot_of_another_user(
-    wish: dict[str, int], start: Start, fake: FakeLlama
+    wish: dict[str, int], front: Front, fake: FakeLlama
 ) -> None:
     """The server chooses its slot, or the client does."""
-    front = start()
-    front.until_ready()
     for number in range(2):
         assert front.complete(f"{number}{TEXT}", "alice")["slot"] == number
     front.until_stored(2 * BLOCKS)
@@ -466,10 +444,8 @@ def test_a_request_that_is_passed_on_uses_no_slot_of_another_user(
         assert front.complete(prompt, "alice")["content"] == str(BLOCKS * 16)
 
 
-def test_a_user_keeps_its_slots_while_it_is_alone(start: Start, fake: FakeLlama) -> None:
+def test_a_user_keeps_its_slots_while_it_is_alone(front: Front, fake: FakeLlama) -> None:
     """A request that is passed on uses what the server has, and does not disturb the user's own."""
-    front = start()
-    front.until_ready()
     short = "a short one"
     slot = front.complete(short, "alice")["slot"]
     passed_on = front.complete(short + ", too", "alice", id_slot=slot)
@@ -478,10 +454,8 @@ def test_a_user_keeps_its_slots_while_it_is_alone(start: Start, fake: FakeLlama)
     assert front.complete(short + ", too", "alice")["content"] == str(len(short) + 4)
 
 
-def test_a_refused_request_disturbs_the_slots_of_others(start: Start, fake: FakeLlama) -> None:
+def test_a_refused_request_disturbs_the_slots_of_others(front: Front, fake: FakeLlama) -> None:
     """It is sent again without a slot, and the server chooses one."""
-    front = start()
-    front.until_ready()
     front.complete("a short one", "alice")
     fake.refused = {"/completion"}
     assert front.ask("/completion", {"prompt": "another"}, key="bob")[0] == 501
@@ -510,7 +484,7 @@ def test_a_slot_that_another_request_may_have_used_is_not_stored(
     assert front.proxy.counters.stored_blocks == 0
 
 
-def test_a_change_of_scales_leaves_requests_that_are_under_way_alone(
+def test_a_change_of_scales_does_not_affect_requests_in_progress(
     start: Start, fake: FakeLlama, tmp_path: Path
 ) -> None:
     """They were sent with scales of their own: their slots are stored."""
@@ -564,7 +538,7 @@ def test_numbers_that_are_too_large_are_passed_on(
 
 
 @pytest.mark.parametrize("loras", [False, True])
-def test_what_another_left_in_a_slot_is_not_stored_in_place_of_equal_tokens(
+def test_equal_tokens_of_another_user_are_not_stored(
     loras: bool, start: Start, fake: FakeLlama, tmp_path: Path
 ) -> None:
     """The slot has alice's KV of the same prompt, and of her long answer, until bob's begins."""
@@ -582,21 +556,19 @@ def test_what_another_left_in_a_slot_is_not_stored_in_place_of_equal_tokens(
     assert front.proxy.counters.stored_blocks == alices + BLOCKS
 
 
-def test_a_key_that_the_server_refuses_makes_no_namespace(start: Start, fake: FakeLlama) -> None:
-    front = start()
-    front.until_ready()
+def test_a_key_that_the_server_refuses_makes_no_namespace(front: Front, fake: FakeLlama) -> None:
     fake.keys = {"alice"}
     for prompt in (TEXT, [1, 2, 3] * 20):
         for key in ("mallory", ""):
             assert front.ask("/completion", {"prompt": prompt}, key=key)[0] == 401
-    served = front.proxy.served()
+    served = front.proxy.watch.served()
     assert served is not None
     assert len(served.blocks.tags) == 1
     assert front.ask("/completion", {"prompt": TEXT}, key="alice")[0] == 200
     assert len(served.blocks.tags) == 2
 
 
-def test_the_key_is_where_llama_server_looks_for_it() -> None:
+def test_the_api_key_is_read_as_llama_server_reads_it() -> None:
     def key(*headers: tuple[str, str]) -> bytes:
         return api_key(h11.Request(method="GET", target="/", headers=[("Host", "x"), *headers]))
 

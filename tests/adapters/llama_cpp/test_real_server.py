@@ -23,7 +23,7 @@ from kvdepot.adapters.hf import smollm2
 from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
 from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
 from kvdepot.adapters.llama_cpp.server_link import LinkSettings
-from kvdepot.core.depot import Depot
+from kvdepot.depot import Depot
 
 pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def answer(url: str, question: str, key: str = "", **more: Any) -> tuple[str, int]:
-    """What it says, and how many tokens of the prompt were not computed."""
+    """The answer, and the number of prompt tokens that were not computed."""
     messages = [{"role": "user", "content": DOCUMENT + question}]
     body = {"messages": messages, "max_tokens": 6, "temperature": 0, **more}
     found = ask(url, "/v1/chat/completions", body, key=key)
@@ -169,14 +169,14 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def say(url: str, key: str = "", **more: Any) -> tuple[str, int]:
-    """How the letter goes on, and how many tokens of the prompt were not computed."""
+    """The continuation of the letter, and the number of prompt tokens that were not computed."""
     body = {"prompt": LETTER, "n_predict": 8, "temperature": 0, **more}
     found = ask(url, "/completion", body, key=key)
     return found["content"], found["timings"]["cache_n"]
 
 
 def cold_answers(url: str, scales: Sequence[float]) -> dict[float, str]:
-    """What a server without a cache says, with each scale of its LoRA."""
+    """The answers of a server without a cache, with each scale of its LoRA."""
     found = {
         scale: say(url, cache_prompt=False, lora=[{"id": 0, "scale": scale}])[0] for scale in scales
     }

@@ -1,4 +1,4 @@
-"""States of llama.cpp are cut by tokens and joined again, byte for byte; what is odd is refused."""
+"""States of llama.cpp are cut by tokens and joined byte for byte; odd states are refused."""
 
 import random
 import struct
@@ -102,16 +102,16 @@ def test_a_slot_file_has_tokens_and_a_state(packed: bool) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"no slot file at all, but long enough to be one", "no slot file"),
+        (b"no slot file at all, but long enough to be one", "not a slot file"),
         (MadeState(version=3).file(list(range(40))), "version 3"),
         (MadeState().file(list(range(39))), "39 tokens and 40 cells"),
         (MadeState().file(list(range(40))) + MadeState().state(), "sliding windows or recurrent"),
-        (MadeState(first=3).file(list(range(40))), "it is not cut"),
+        (MadeState(first=3).file(list(range(40))), "it cannot be cut"),
         (MadeState(cells=2, positions=[0, 7]).file([1, 2]), "not consecutive"),
         (MadeState(cells=2).file([1, -5]), "below 0"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_with_the_reason(content: bytes, reason: str) -> None:
+def test_odd_states_are_refused_with_the_reason(content: bytes, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         read_slot_file(content)
 

@@ -8,7 +8,7 @@ import pytest
 import kvdepot
 from kvdepot.adapters.hf import smollm2
 from kvdepot.adapters.llama_cpp import SequenceCache
-from kvdepot.core.depot import Depot
+from kvdepot.depot import Depot
 from kvdepot.errors import ModelError
 
 TOKENS = [1, *range(300, 346)]

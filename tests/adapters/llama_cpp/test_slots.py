@@ -5,7 +5,7 @@ import threading
 import numpy as np
 from tests.support.waiting import until
 
-from kvdepot.adapters.llama_cpp.slots import Owner, Slot, Slots, common
+from kvdepot.adapters.llama_cpp.slots import Owner, Slot, Slots
 
 
 def tokens(*numbers: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
@@ -73,9 +73,3 @@ def test_a_launch_makes_idle_shared_slots_empty() -> None:
     slots.free(idle)
     slots.begin_launch(slots.take(tokens(5), Owner()))
     assert not len(idle.tokens)
-
-
-def test_common_prefixes() -> None:
-    assert common(tokens(1, 2, 3), tokens(1, 2, 4)) == 2
-    assert common(tokens(), tokens(1)) == 0
-    assert common(tokens(1, 2), tokens(1, 2, 3)) == 2

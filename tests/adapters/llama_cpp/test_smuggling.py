@@ -233,9 +233,7 @@ def test_the_body_of_a_status_request_is_no_request(
     ],
     ids=["the same length twice", "folded line", "folded length", "line feed", "line feeds"],
 )
-def test_what_a_server_may_read_leniently_is_one_request(
-    framing: str, front: tuple[str, int]
-) -> None:
+def test_lenient_framing_is_one_request_or_refused(framing: str, front: tuple[str, int]) -> None:
     """RFC 9112 lets a server refuse these or read them in one way; both are right."""
     first, *more = talk(front, request("/lenient", framing, SMUGGLED), LAST)
     if first[0] == 400:
@@ -366,7 +364,7 @@ class Pool:
         self.expected.append(None if malformed else (told, f"Bearer {user}"))
 
     def pieces(self) -> Iterator[bytes]:
-        """What is sent, cut anywhere."""
+        """The bytes to send, cut at random."""
         rest = self.sent
         while rest:
             size = self.random.randint(1, len(rest))

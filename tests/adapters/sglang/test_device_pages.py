@@ -1,6 +1,5 @@
 """Pages of a device pool in a depot, layer by layer. With a pool of our own; without SGLang."""
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,18 +87,18 @@ def test_a_layer_is_copied_without_the_others(store: kvdepot.Depot) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_audited_page_is_compared_with_what_is_kept(store: kvdepot.Depot, shape: str) -> None:
+def test_an_audited_page_is_compared(store: kvdepot.Depot, shape: str) -> None:
     pages = pages_of(store, DevicePool(1, **SHAPES[shape]))
-    pages.audit(AuditConfig(share=1, under_load=True), "SGLang 1", logging.getLogger("tests"))
+    pages.audit(AuditConfig(share=1, under_load=True), "SGLang 1")
     keys = pages.keys(HASHES[:4], None, chained=False)
     assert all(pages.store(keys, indices([7, 1, 3, 0])))
-    assert pages.served(keys) == 3
+    assert pages.served_pages(keys) == 3
     assert all(pages.store(keys[3:], indices([0])))
-    known = store.audits.known()
+    known = store.audits.list()
     assert (known["compared"], known["mismatched"]) == (1, 0)
-    assert pages.served(keys) == 3
+    assert pages.served_pages(keys) == 3
     pages.store(keys[3:], indices([5]))
-    (found,) = store.audits.known()["quarantined"]
+    (found,) = store.audits.list()["quarantined"]
     assert found["made_by"] == found["found_by"] == "SGLang 1"
     assert len(store.match(keys)) == 0
 
@@ -108,8 +107,8 @@ def test_a_pool_of_several_dtypes_is_not_audited(store: kvdepot.Depot) -> None:
     pool = DevicePool(1)
     pool.components[0][0] = pool.components[0][0].view(torch.int16)
     pages = pages_of(store, pool)
-    pages.audit(AuditConfig(share=1), "SGLang 1", logging.getLogger("tests"))
-    assert pages.served(pages.keys(HASHES[:4], None, chained=False)) == 4
+    pages.audit(AuditConfig(share=1), "SGLang 1")
+    assert pages.served_pages(pages.keys(HASHES[:4], None, chained=False)) == 4
 
 
 def test_nothing_is_leased_unless_every_page_is_there(store: kvdepot.Depot) -> None:
@@ -124,7 +123,7 @@ def test_nothing_is_leased_unless_every_page_is_there(store: kvdepot.Depot) -> N
     )
     store.remove(keys[1])
     assert pages.lease(keys, indices([0, 1, 2]), LIMIT_S) is None
-    assert store.check(), "no lease is left"
+    assert store.admin.check(), "no lease is left"
 
 
 def test_pages_that_memory_has_no_room_for_are_copied_at_once(tmp_path: Path) -> None:
@@ -182,7 +181,7 @@ def test_pools_whose_pages_differ_are_kept_apart(
 def test_a_page_in_several_pieces_is_refused(store: kvdepot.Depot) -> None:
     pool = DevicePool(1)
     pool.kv_buffer[0] = torch.zeros(PAGES * PAGE, 64, dtype=torch.float16)[:, ::2]
-    with pytest.raises(ModelError, match="not in one piece"):
+    with pytest.raises(ModelError, match="is not contiguous"):
         DevicePages(store, pool, HostMover())
 
 

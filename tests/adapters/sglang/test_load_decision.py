@@ -1,4 +1,4 @@
-"""A linker loads what comes sooner than it is computed; what it is not told it learns."""
+"""A linker loads pages that arrive sooner than they are computed; it learns the speeds."""
 
 from dataclasses import dataclass, field
 
@@ -30,7 +30,7 @@ class Asked:
         self.decider = LoadDecider(PAGE_TOKENS, PAGE_BYTES, 1 << 20, drives, self.clock.now)
 
     def ask(self, tier: str = "ssd") -> int:
-        """A request of which all pages lie in a tier. Returns how many were loaded."""
+        """A request whose pages are all in one tier. Returns the number of pages loaded."""
         self.requests += 1
         rid, first = f"request {self.requests}", f"page of {self.requests}"
         count, probe = self.decider.pages_worth(rid, [tier] * PAGES, PAGES)
@@ -47,7 +47,7 @@ class Asked:
         return count
 
     def ask_new(self) -> None:
-        """One of which nothing is in the depot."""
+        """A request with no page in the depot."""
         self.requests += 1
         rid, first = f"request {self.requests}", f"page of {self.requests}"
         self.decider.looked_up(rid, first)
@@ -55,11 +55,11 @@ class Asked:
         self.decider.computed([first, *map(str, range(PAGES - 1))])
 
 
-def test_what_is_not_known_is_loaded() -> None:
+def test_all_is_loaded_before_speeds_are_known() -> None:
     assert Asked(drive_s=10.0).ask() == PAGES
 
 
-def test_a_drive_that_is_slower_than_computing_is_left_alone() -> None:
+def test_a_drive_that_is_slower_than_computing_is_not_used() -> None:
     sglang = Asked(drive_s=0.6)
     sglang.ask_new()
     loaded = [sglang.ask() for _ in range(12)]
@@ -73,7 +73,7 @@ def test_a_drive_that_is_faster_than_computing_is_loaded_from() -> None:
     assert [sglang.ask() for _ in range(12)] == [PAGES] * 12
 
 
-def test_a_drive_that_was_left_alone_is_measured_and_used_again() -> None:
+def test_an_unused_drive_is_measured_and_used_again() -> None:
     sglang = Asked(drive_s=2.0)
     sglang.ask_new()
     assert [sglang.ask() for _ in range(12)][-1] == 0
@@ -100,7 +100,7 @@ def test_requests_that_lack_the_same_pages_teach_nothing(decider: LoadDecider) -
     assert decider.advisor.prefill.pace() is None
 
 
-def test_what_was_loaded_is_not_taken_for_computed(decider: LoadDecider) -> None:
+def test_loaded_pages_do_not_count_as_computed(decider: LoadDecider) -> None:
     decider.pages_worth("one", ["dram"], 2)
     decider.looked_up("one", "page")
     decider.load_ended("one", "page", there=True, waited=False)

@@ -23,12 +23,15 @@ IDENTITY = PageIdentity("m", "config", "2026-11-18", None, (0, 1), ())
 
 
 class Pages(PoolPages):
-    """Of 64 bytes each."""
+    """Pages of 64 bytes."""
 
     page_bytes = 64
 
     def identity(self) -> dict[str, str]:
         return {}
+
+    def numbers(self) -> None:
+        return None
 
 
 @pytest.fixture
@@ -69,10 +72,10 @@ def test_after_an_update_nothing_is_served_or_saved(
     assert watch.changed_by == name
 
 
-def test_an_sglang_that_shows_no_updates_is_told(
+def test_an_sglang_that_shows_no_updates_is_logged(
     watch: WeightsWatch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stand_in(monkeypatch, RUNNER, "ModelRunner")
-    with caplog.at_level(logging.WARNING, loaded_weights._logger.name):
+    with caplog.at_level(logging.WARNING, loaded_weights.LOG.name):
         watch.begin()
     assert "does not show when it updates weights" in caplog.text

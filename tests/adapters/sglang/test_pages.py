@@ -1,6 +1,5 @@
 """Pages of a host pool in a depot, and the settings. With a pool of our own; without SGLang."""
 
-import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,7 +88,7 @@ def test_flat_and_gathered_pages_are_kept_apart(store: kvdepot.Depot) -> None:
     assert flat.space.tag != gathered.space.tag
 
 
-def test_a_pool_that_does_not_tell_where_its_pages_lie_is_read_flat(store: kvdepot.Depot) -> None:
+def test_a_pool_without_pieces_is_read_flat(store: kvdepot.Depot) -> None:
     class FlatPool(LayerFirstPool):
         def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
             raise ValueError("Unsupported layout")
@@ -97,7 +96,7 @@ def test_a_pool_that_does_not_tell_where_its_pages_lie_is_read_flat(store: kvdep
     assert not pages_of(store, FlatPool(1), pieces=True).pieces
 
 
-def test_chained_keys_go_on_where_a_batch_ended(store: kvdepot.Depot) -> None:
+def test_chained_keys_continue_after_a_batch(store: kvdepot.Depot) -> None:
     pages = pages_of(store, LayerFirstPool(1), pieces=True)
     whole = pages.keys(HASHES, None, chained=True)
     assert whole[4:] == pages.keys(HASHES[4:], HASHES[3], chained=True)
@@ -114,7 +113,7 @@ def test_chained_keys_go_on_where_a_batch_ended(store: kvdepot.Depot) -> None:
         ({"decide": True}, "decide"),
     ],
 )
-def test_what_is_wrong_is_named(extra: dict[str, Any], name: str) -> None:
+def test_errors_name_the_setting(extra: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read({"backend_name": "kvdepot", **extra})
     assert str(caught.value).startswith(f"hicache-storage-backend-extra-config.{name}: ")
@@ -135,7 +134,7 @@ def identity(arguments: Any = None, **more: Any) -> str:
     return str(found.namespace(settings, found.known_weights(settings), "kv", {}))
 
 
-def test_whatever_differs_is_another_namespace() -> None:
+def test_different_facts_give_different_namespaces() -> None:
     seen = [
         identity(revision="1"),
         identity(revision="2"),
@@ -150,7 +149,7 @@ def test_whatever_differs_is_another_namespace() -> None:
     assert identity(**latent) == identity(**latent, tp_rank=1), "one latent for all ranks"
 
 
-def test_what_nothing_names_is_refused() -> None:
+def test_weights_and_loras_without_a_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="revision"):
         identity()
     with pytest.raises(ConfigError, match="adapters"):
@@ -161,44 +160,44 @@ class TestAudit:
     @pytest.fixture(params=[False, True], ids=["flat", "pieces"])
     def pages(self, store: kvdepot.Depot, request: pytest.FixtureRequest) -> HostPages:
         made = pages_of(store, LayerFirstPool(1), pieces=request.param)
-        made.audit(AuditConfig(share=1, under_load=True), "SGLang 1", logging.getLogger("tests"))
+        made.audit(AuditConfig(share=1, under_load=True), "SGLang 1")
         return made
 
     def indices(self, count: int) -> Any:
         return torch.arange(count * PAGE)
 
-    def test_a_page_less_and_compared_when_it_comes(
+    def test_an_audited_hit_is_a_page_short_and_is_compared(
         self, store: kvdepot.Depot, pages: HostPages
     ) -> None:
         keys = pages.keys(HASHES[:4], None, chained=False)
         assert all(pages.store(keys, self.indices(4)))
-        assert store.audits.known()["compared"] == 0
-        assert pages.served(keys) == 3
+        assert store.audits.list()["compared"] == 0
+        assert pages.served_pages(keys) == 3
         assert all(pages.store(keys, self.indices(4)))
-        known = store.audits.known()
+        known = store.audits.list()
         assert (known["compared"], known["mismatched"]) == (1, 0)
 
     def test_other_numbers_end_all_hits(self, store: kvdepot.Depot, pages: HostPages) -> None:
         keys = pages.keys(HASHES[:4], None, chained=False)
         pages.store(keys, self.indices(4))
-        pages.served(keys)
+        pages.served_pages(keys)
         pages._pool.buffer = LayerFirstPool(2).buffer
         pages.store(keys, self.indices(4))
-        (found,) = store.audits.known()["quarantined"]
+        (found,) = store.audits.list()["quarantined"]
         assert found["made_by"] == found["found_by"] == "SGLang 1"
         assert len(store.match(keys)) == 0
 
     def test_hits_that_follow_at_once_count_as_load(self, store: kvdepot.Depot) -> None:
         made = pages_of(store, LayerFirstPool(1), pieces=False)
-        made.audit(AuditConfig(share=1), "SGLang 1", logging.getLogger("tests"))
+        made.audit(AuditConfig(share=1), "SGLang 1")
         keys = made.keys(HASHES[:4], None, chained=False)
-        assert made.served(keys) == 3, "the first after a pause"
+        assert made.served_pages(keys) == 3, "the first after a pause"
         made._hit_s = time.monotonic() + 3600
-        assert made.served(keys) == 4
+        assert made.served_pages(keys) == 4
 
-    def test_a_pool_without_numbers_is_left_alone(self, store: kvdepot.Depot) -> None:
+    def test_a_pool_without_numbers_is_not_audited(self, store: kvdepot.Depot) -> None:
         pool = LayerFirstPool(1)
         pool.dtype = torch.uint8
         made = pages_of(store, pool, pieces=False)
-        made.audit(AuditConfig(share=1), "SGLang 1", logging.getLogger("tests"))
-        assert made.served(made.keys(HASHES[:4], None, chained=False)) == 4
+        made.audit(AuditConfig(share=1), "SGLang 1")
+        assert made.served_pages(made.keys(HASHES[:4], None, chained=False)) == 4

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from kvdepot.adapters import tensors
 from kvdepot.adapters.tensors import HostMover, KVTensors, Pieces, open_mover
 from kvdepot.errors import BadBufferError, ExtraMissingError
 
@@ -27,7 +26,7 @@ def block(layers: list[torch.Tensor], ids: list[int]) -> Pieces:
     return KVTensors(layers, "page token dim").pages(ids)
 
 
-def test_blocks_go_down_and_come_back(seed: int) -> None:
+def test_a_round_trip_of_blocks(seed: int) -> None:
     source, target = cache(seed), [torch.zeros_like(layer) for layer in cache(seed)]
     ids = [[0, 5], [3, 1]]
     blocks = [block(source, some) for some in ids]
@@ -74,7 +73,7 @@ def test_payloads_that_cannot_be_used_are_refused(seed: int) -> None:
 def test_one_payload_for_each_block_and_all_blocks_alike(seed: int) -> None:
     layers = cache(seed)
     one, two = block(layers, [0]), block(layers, [0, 1])
-    with pytest.raises(BadBufferError, match="1 blocks cannot go with 0"):
+    with pytest.raises(BadBufferError, match="1 blocks do not fit 0"):
         HostMover().offload([one], [])
     with pytest.raises(BadBufferError, match="same layers"):
         HostMover().offload([one, two], [bytearray(one.nbytes), bytearray(two.nbytes)])
@@ -99,7 +98,7 @@ def test_a_device_of_another_kind_has_no_mover() -> None:
         open_mover(lambda: [], "meta")
 
 
-def test_without_triton_the_message_says_where_it_comes_from(
+def test_without_triton_the_hint_names_its_source(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -107,8 +106,3 @@ def test_without_triton_the_message_says_where_it_comes_from(
     with pytest.raises(ExtraMissingError, match="triton is not installed") as caught:
         open_mover(lambda: [], "cuda:0")
     assert "torch" in caught.value.hint
-
-
-def test_the_package_names_only_what_it_has() -> None:
-    assert all(hasattr(tensors, name) for name in tensors.__all__)
-    assert not hasattr(tensors, "mover_of_nothing")

@@ -111,7 +111,7 @@ def is_unmapped(area: mmap.mmap) -> bool:
     return True
 
 
-def test_memory_that_is_elsewhere_is_followed(memory: list[memoryview]) -> None:
+def test_memory_that_moves_is_followed(memory: list[memoryview]) -> None:
     """The old is unlocked before the new is locked, and can be unmapped."""
     driver, area, now = CardsDriver(), mmap.mmap(-1, 16384), list[memoryview]()
     now.append(memoryview(area))

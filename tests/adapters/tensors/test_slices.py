@@ -20,7 +20,7 @@ BLOCK_PAGES = 2
 
 
 def blocks_of(layers: list[torch.Tensor], count: int) -> list[Pieces]:
-    tensors = KVTensors(layers, "kv page token dim")
+    tensors = KVTensors([(keys, values) for keys, values in layers], "page token dim")
     return [tensors.pages([2 * number + 1, 2 * number]) for number in range(count)]
 
 
@@ -145,8 +145,8 @@ def test_rectangles_fill_pages_and_payloads(start: int, stop: int) -> None:
     layers, target = rows_of_pages(16), rows_of_pages(16, filled=False)
     part = slice(start, stop)
     for pages in ([2, 4, 5], [9, 8, 0]):
-        block = KVTensors(layers, "page token dim", order="token dim").pages(pages)
-        other = KVTensors(target, "page token dim", order="token dim").pages(pages)
+        block = KVTensors(layers, "page token dim").pages(pages)
+        other = KVTensors(target, "page token dim").pages(pages)
         payload = payloads([block])[0]
         found = slices.rectangles(other, native.address_of(payload)[0], part)
         assert found is not None
@@ -156,9 +156,9 @@ def test_rectangles_fill_pages_and_payloads(start: int, stop: int) -> None:
         first, last = start * block.layer_bytes, stop * block.layer_bytes
         assert after[first:last] == payload[first:last]
         empty = bytearray(len(payload))
-        there = slices.rectangles(block, native.address_of(empty)[0], part)
+        there = slices.rectangles(block, native.address_of(empty)[0], part, to_device=False)
         assert there is not None
-        assert native.copy_rectangles(COPY_ROWS_AT, slices.turned(there), 1, 7) == 0
+        assert native.copy_rectangles(COPY_ROWS_AT, there, 1, 7) == 0
         assert empty[first:last] == payload[first:last]
         assert not any(after[:first]) and not any(after[last:])
 
@@ -174,12 +174,9 @@ def test_no_rectangles_where_kernels_are_better() -> None:
         (backwards, slice(None)),
         (even, slice(0, 2)),
     ):
-        block = KVTensors(layers, "page token dim", order="token dim").pages([1, 3])
+        block = KVTensors(layers, "page token dim").pages([1, 3])
         assert slices.rectangles(block, 0, part) is None
-    assert (
-        slices.rectangles(KVTensors(even, "page token dim", order="token dim").pages([1, 3]), 0)
-        is not None
-    )
+    assert slices.rectangles(KVTensors(even, "page token dim").pages([1, 3]), 0) is not None
 
 
 ROW = slices.ROW_BYTES_MIN

@@ -62,10 +62,10 @@ def page(seen: dict[str, Any]) -> str:
     """The page as Markdown."""
     rows = seen["rows"]
     counts = Counter(row["outcome"] for row in rows.values())
-    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-    counts_told = f"Tried were {len(rows)} of {seen['architectures']}: {told}"
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    tried = f"Tried were {len(rows)} of {seen['architectures']}: {outcomes}"
     calls = ONE_CALL if seen.get("calls") == 1 else CALLS
-    parts = [HEAD.format(**{**seen, "counts": counts_told, "calls": calls})]
+    parts = [HEAD.format(**{**seen, "counts": tried, "calls": calls})]
     served = [(name, row) for name, row in sorted(rows.items()) if row["outcome"] == "served"]
     parts.append(SERVED + "".join(served_line(name, row) for name, row in served))
     for outcome, title in OTHERS.items():

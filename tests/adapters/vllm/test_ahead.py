@@ -8,166 +8,129 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.support.toy_engine import OpenStore, ToyRequest
+from tests.support.toy_engine import ToyRequest, Toys
 
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.groups import GroupRule
-from kvdepot.adapters.vllm.messages import GroupFacts, ShardFacts, StepPlan, WorkerRank
-from kvdepot.adapters.vllm.requests import DepotHit
+from kvdepot.adapters.vllm.messages import GroupFacts, ShardFacts, StepPlan, StepReport, WorkerRank
+from kvdepot.adapters.vllm.requests import DepotHit, TrackedRequest
 from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
 from kvdepot.adapters.vllm.shards import WorkerShard
-from kvdepot.adapters.vllm.shared_depot import SharedDepot
-from kvdepot.core.depot import Match
+from kvdepot.adapters.vllm.weights import WeightsSource
 from kvdepot.core.layout import KVLayout
-from kvdepot.store.store import Store
 
 SIZE = 4
 PAGES = list(range(100, 140))
+FULL, WINDOW = GroupRule("full", 0, SIZE), GroupRule("window", 0, SIZE, 6)
 
 
-FULL = GroupRule("full", 0, SIZE)
+class Followed:
+    """One request of a scheduler that has just been added."""
 
+    def __init__(
+        self, toys: Toys, tokens: int, *, at_once: bool = True, rule: GroupRule = FULL, **more: Any
+    ) -> None:
+        layout = KVLayout.opaque(4096, SIZE)
+        groups = (GroupFacts(rule, layout, 1, (), WorkerShard(0, 1)),)
+        rank, weights = WorkerRank(0, 1, "v"), WeightsSource("w")
+        engine = EngineFacts(64, shares_pages=True)
+        self.side = ConnectorScheduler(ConnectorConfig(), toys.store(), engine)
+        self.side.set_workers([ShardFacts("m", "f", weights, rank, groups, SIZE, at_once)])
+        self.request = ToyRequest("r", list(range(tokens)), 9)
+        vars(self.request).update(more)
+        self.side.add(self.request)
 
-def scheduler(
-    store: Store, *, at_once: bool = True, rules: Sequence[GroupRule] = (FULL,)
-) -> ConnectorScheduler:
-    groups = tuple(
-        GroupFacts(
-            rule,
-            KVLayout.opaque(4096, SIZE).description(),
-            (("group", str(number)),),
-            WorkerShard(0, 1),
+    @property
+    def tracked(self) -> TrackedRequest:
+        return self.side._tracked["r"]
+
+    def step(self, tokens: int) -> StepPlan:
+        table = SimpleNamespace(get_block_ids=lambda name: (PAGES,), boundary_state_offloads={})
+        plan = self.side.plan(
+            SimpleNamespace(
+                num_scheduled_tokens={"r": tokens} if tokens else {},
+                kv_connector_block_state=table,
+                preempted_req_ids=None,
+            )
         )
-        for number, rule in enumerate(rules)
-    )
-    facts = ShardFacts("m", "f", "w", "", WorkerRank(0, 1, "v"), groups, SIZE, at_once)
-    engine = EngineFacts(64, shares_pages=True)
-    side = ConnectorScheduler(
-        ConnectorConfig(), SharedDepot("", store), engine, loads=True, saves=True
-    )
-    side.set_workers([facts])
-    return side
+        self.request.num_computed_tokens += tokens
+        return plan
+
+    def saved(self, tokens: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The first block and the pages of each save of a step."""
+        return [(save.blocks.first_block, save.blocks.pages) for save in self.step(tokens).saves]
 
 
-def step(side: ConnectorScheduler, request: ToyRequest, tokens: int) -> StepPlan:
-    table = SimpleNamespace(get_block_ids=lambda name: (PAGES,), boundary_state_offloads={})
-    output: Any = SimpleNamespace(
-        num_scheduled_tokens={request.request_id: tokens},
-        kv_connector_block_state=table,
-        preempted_req_ids=None,
-    )
-    plan = side.plan(output)
-    request.num_computed_tokens += tokens
-    return plan
+def test_a_block_waits_until_its_tokens_are_known(toys: Toys) -> None:
+    one = Followed(toys, 7)
+    assert one.saved(7) == [(0, (100,))]
+    assert one.saved(1) == []  # the eighth token is being sampled
+    one.request.all_token_ids.append(40)
+    assert one.saved(1) == [(1, (101,))]
 
 
-def saved(plan: StepPlan) -> list[tuple[int, tuple[int, ...]]]:
-    return [(save.first_block, save.pages) for save in plan.saves]
+def test_drafts_that_may_be_refused_are_not_saved(toys: Toys) -> None:
+    assert Followed(toys, 7).saved(7 + 5) == [(0, (100,))]
 
 
-def test_a_block_waits_until_its_tokens_are_known(open_store: OpenStore) -> None:
-    side = scheduler(open_store())
-    request = ToyRequest("r", list(range(7)), 9)
-    side.add(request)
-    assert saved(step(side, request, 7)) == [(0, (100,))]
-    assert saved(step(side, request, 1)) == []  # the eighth token is being sampled
-    request.all_token_ids.append(40)
-    assert saved(step(side, request, 1)) == [(1, (101,))]
-
-
-def test_what_was_sampled_last_is_saved_when_the_request_is_over(open_store: OpenStore) -> None:
-    side = scheduler(open_store())
-    request = ToyRequest("r", list(range(7)), 2)
-    side.add(request)
-    step(side, request, 7)
-    step(side, request, 1)
-    request.all_token_ids += [40, 41]
-    assert side.finish(request, [PAGES])
-    plan = side.plan(
-        SimpleNamespace(
-            num_scheduled_tokens={}, kv_connector_block_state=None, preempted_req_ids=None
-        )
-    )
-    assert saved(plan) == [(1, (101,))]
+def test_the_last_sampled_block_is_saved_when_the_request_has_ended(toys: Toys) -> None:
+    one = Followed(toys, 7)
+    one.step(7)
+    one.step(1)
+    one.request.all_token_ids += [40, 41]
+    assert one.side.finish(one.request, [PAGES])
+    plan = one.step(0)
+    assert [(save.blocks.first_block, save.blocks.pages) for save in plan.saves] == [(1, (101,))]
     assert plan.awaited == ["r"]
 
 
-def test_nothing_is_awaited_where_saves_are_over_with_the_step(open_store: OpenStore) -> None:
-    side = scheduler(open_store())
-    request = ToyRequest("r", list(range(8)), 1)
-    side.add(request)
-    step(side, request, 8)
-    assert not side.finish(request, [PAGES])
+@pytest.mark.parametrize(
+    ("tokens", "at_once", "kept"), [(8, True, False), (8, False, True), (2, False, False)]
+)
+def test_pages_are_kept_only_while_a_device_copies_them(
+    toys: Toys, tokens: int, at_once: bool, kept: bool
+) -> None:
+    one = Followed(toys, tokens, at_once=at_once)
+    one.step(tokens)
+    assert one.side.finish(one.request, [PAGES]) is kept
 
 
-def test_pages_are_kept_while_a_device_copies_them(open_store: OpenStore) -> None:
-    side = scheduler(open_store(), at_once=False)
-    request = ToyRequest("r", list(range(8)), 1)
-    side.add(request)
-    step(side, request, 8)
-    assert side.finish(request, [PAGES])
-    short = ToyRequest("s", [1, 2], 1)
-    side.add(short)
-    step(side, short, 2)
-    assert not side.finish(short, [PAGES])
+def test_throttled_blocks_are_offered_again_with_the_next_one(toys: Toys) -> None:
+    one = Followed(toys, 16)
+    assert one.saved(8) == [(0, (100, 101))]
+    one.side.step_ended(StepReport(unsaved={"r": 1}))
+    assert one.saved(3) == []
+    assert one.saved(1) == [(1, (101, 102))]
 
 
-def test_drafts_that_may_be_refused_are_not_saved(open_store: OpenStore) -> None:
-    side = scheduler(open_store())
-    request = ToyRequest("r", list(range(7)), 9)
-    side.add(request)
-    assert saved(step(side, request, 7 + 5)) == [(0, (100,))]
+def load(one: Followed, pages: Sequence[int]) -> Any:
+    one.tracked.keys.grow(4)
+    one.tracked.hit = DepotHit(0, 0, ("dram",) * 4)
+    return one.tracked.begin_load(16, [pages])
 
 
-def test_throttled_blocks_are_offered_again_with_the_next_one(open_store: OpenStore) -> None:
-    from kvdepot.adapters.vllm.messages import StepReport
-
-    side = scheduler(open_store())
-    request = ToyRequest("r", list(range(16)), 9)
-    side.add(request)
-    assert saved(step(side, request, 8)) == [(0, (100, 101))]
-    side.handle_report(StepReport(unsaved={"r": 1}))
-    assert saved(step(side, request, 3)) == []
-    assert saved(step(side, request, 1)) == [(1, (101, 102))]
-
-
-def test_pages_outside_a_window_are_neither_saved_nor_loaded(open_store: OpenStore) -> None:
-    side = scheduler(open_store(), rules=[GroupRule("window", 0, SIZE, 6)])
-    request = ToyRequest("r", list(range(17)), 9)
-    side.add(request)
-    tracked = side._tracked["r"]
-    (save,) = tracked.plan_save(4, [[0, 0, 102, 103]])
-    assert (save.first_block, save.pages) == (2, (102, 103))
-    tracked.found(DepotHit(0, 0, ("dram",) * 4), Match(()), 0)
-    (load,) = tracked.begin_load(16, [[0, 0, 102, 103]])
-    assert (load.first_block, load.pages, load.present_pages) == (2, (102, 103), 0)
-    assert load.keys == tracked.block_keys.keys(2, 4)
-    assert load.whole
+def test_pages_outside_a_window_are_neither_saved_nor_loaded(toys: Toys) -> None:
+    one = Followed(toys, 17, rule=WINDOW)
+    kept = [0, 0, 102, 103]
+    (save,) = one.tracked.saves.plan(4, [kept])
+    assert (save.blocks.first_block, save.blocks.pages) == (2, (102, 103))
+    job = load(one, kept)
+    (blocks,) = job.groups
+    assert (blocks.first_block, blocks.pages, blocks.present_pages) == (2, (102, 103), 0)
+    assert blocks.keys == one.tracked.keys.of(0, 2, 4)
+    assert job.whole
 
 
-def test_a_window_that_vllm_has_lost_a_part_of_is_not_saved(open_store: OpenStore) -> None:
-    side = scheduler(open_store(), rules=[GroupRule("window", 0, SIZE, 6)])
-    request = ToyRequest("r", list(range(17)), 9)
-    side.add(request)
-    assert side._tracked["r"].plan_save(4, [[0, 0, 0, 103]]) == []
+def test_a_window_that_vllm_has_lost_a_part_of_is_not_saved(toys: Toys) -> None:
+    assert Followed(toys, 17, rule=WINDOW).tracked.saves.plan(4, [[0, 0, 0, 103]]) == []
 
 
-def test_a_part_of_full_attention_alone_is_of_use(open_store: OpenStore) -> None:
-    side = scheduler(open_store())
-    request = ToyRequest("r", list(range(17)), 9)
-    side.add(request)
-    tracked = side._tracked["r"]
-    tracked.grow(4)
-    tracked.found(DepotHit(0, 0, ("dram",) * 4), Match(()), 0)
-    (load,) = tracked.begin_load(16, [PAGES])
-    assert not load.whole
+def test_a_part_of_full_attention_is_of_use(toys: Toys) -> None:
+    assert not load(Followed(toys, 17), PAGES).whole
 
 
-def test_requests_without_token_ids_are_left_to_vllm(open_store: OpenStore) -> None:
-    side = scheduler(open_store())
-    request = ToyRequest("r", list(range(8)), 1)
-    request.prompt_embeds = object()  # type: ignore[attr-defined]
-    side.add(request)
-    assert side.match(request, 0) == 0
-    assert saved(step(side, request, 8)) == []
-    assert side.counts.take() == {"unserved_requests:prompt_embeds": 1}
+def test_requests_without_token_ids_are_left_to_vllm(toys: Toys) -> None:
+    one = Followed(toys, 8, prompt_embeds=object())
+    assert one.side.match(one.request, 0) == 0
+    assert one.saved(8) == []
+    assert one.side.counts == {"unserved_requests:prompt_embeds": 1}

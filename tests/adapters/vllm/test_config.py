@@ -21,12 +21,14 @@ def test_sizes_and_durations_are_read_as_everywhere() -> None:
             "ssd": {"path": "/kv", "capacity": "20GiB"},
             "load_timeout": "250ms",
             "save": "prompt",
+            "audit": {"tolerance": {"bfloat16": 0.2}},
         }
     )
     assert config.dram.capacity == 2 << 30
     assert config.ssd is not None
     assert config.ssd.path == (Path("/kv"),)
     assert config.load_timeout == 0.25
+    assert config.audit.tolerance == {"bfloat16": 0.2}
     assert config.depot.ssd == config.ssd
 
 
@@ -53,9 +55,10 @@ def test_every_tier_that_can_be_set_is_in_the_depot(tmp_path: Path) -> None:
         ({"save": "some"}, "kv_connector_extra_config.save"),
         ({"block_tokens": -1}, "kv_connector_extra_config.block_tokens"),
         ({"tenant": "a", "tenants": {"b": {}}}, "kv_connector_extra_config.tenant"),
+        ({"audit": {"share": 7}}, "kv_connector_extra_config.audit.share"),
     ],
 )
-def test_what_is_wrong_is_named(extra: dict[str, Any], setting: str) -> None:
+def test_an_invalid_setting_is_named(extra: dict[str, Any], setting: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(extra)
     assert str(caught.value).startswith(f"{setting}: ")

@@ -11,14 +11,15 @@ pytest.importorskip("torch")
 
 import torch
 from tests.support.toy_engine import (
+    ALL,
     FULL_PAGES,
     PAGE_TOKENS,
     PROMPT,
-    OpenEngine,
-    OpenStore,
+    REST,
     Split,
     ToyEngine,
     ToyRequest,
+    Toys,
     answer_of,
     ask,
     forget_local,
@@ -34,25 +35,21 @@ from kvdepot.adapters.vllm.loaded_weights import (
 )
 from kvdepot.errors import ModelError
 
-ALL = len(PROMPT) + 2
-"""Tokens that are computed for a prompt without hits, and with all hits."""
-REST = len(PROMPT) % PAGE_TOKENS + 2
-
 
 def blocks(engine: ToyEngine) -> int:
-    return int(engine.side._depot.store.stats()["blocks"])
+    return int(engine.side._store.stats()["blocks"])
 
 
 def unserved(engine: ToyEngine) -> dict[str, float]:
-    counts = engine.side.counts.take() or {}
+    counts = engine.side.metrics() or {}
     return {name: count for name, count in counts.items() if name.startswith("unserved")}
 
 
 @pytest.mark.parametrize("split", [Split(), Split(2), Split(2, stages=2)])
 def test_other_weights_hit_their_own_blocks_and_the_first_ones_come_back(
-    open_store: OpenStore, open_engine: OpenEngine, split: Split
+    toys: Toys, split: Split
 ) -> None:
-    engine = open_engine(open_store(), split=split)
+    engine = toys.engine(split=split)
     ask(engine, "first weights", PROMPT)
     for turn in ("cold", "warm"):
         engine.call("reload_weights", "second ")
@@ -61,15 +58,13 @@ def test_other_weights_hit_their_own_blocks_and_the_first_ones_come_back(
         engine.call("reload_weights", "")
         forget_local(engine)
         assert ask(engine, f"first weights again, {turn}", PROMPT) == REST
-    assert (engine.side.counts.take() or {})["weight_changes"] == 4
+    assert (engine.side.metrics() or {})["weight_changes"] == 4
 
 
-def test_another_engine_with_the_first_weights_never_meets_the_second(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
+def test_another_engine_with_the_first_weights_never_meets_the_second(toys: Toys) -> None:
     """A page of other weights would fail the toy's attention."""
-    store = open_store()
-    changed, other = open_engine(store), open_engine(store)
+    store = toys.store()
+    changed, other = toys.engine(store), toys.engine(store)
     changed.call("reload_weights", "second ")
     ask(changed, "second weights", PROMPT)
     assert ask(other, "first weights", PROMPT) == ALL
@@ -77,21 +72,16 @@ def test_another_engine_with_the_first_weights_never_meets_the_second(
     assert ask(changed, "second weights again", PROMPT) == REST
 
 
-@pytest.mark.parametrize("method", ["reload_weights", "wake_up", "a user's method", "apply_model"])
-def test_whatever_may_change_weights_is_followed(
-    open_store: OpenStore, open_engine: OpenEngine, method: str
-) -> None:
-    engine = open_engine(open_store())
-    ask(engine, "first weights", PROMPT)
-    engine.call(method, "second ")
-    forget_local(engine)
-    assert ask(engine, "second weights", PROMPT) == ALL
+def test_every_call_that_may_change_weights_is_followed(toys: Toys) -> None:
+    engine = toys.engine()
+    for method in ("reload_weights", "wake_up", "a user's method", "apply_model"):
+        engine.call(method, f"{method} ")
+        forget_local(engine)
+        assert ask(engine, method, PROMPT) == ALL
 
 
-def test_weights_are_read_once_for_many_calls_and_not_for_harmless_ones(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    engine = open_engine(open_store())
+def test_weights_are_read_once_for_many_calls_and_not_for_harmless_ones(toys: Toys) -> None:
+    engine = toys.engine()
     ask(engine, "first", PROMPT)
     for method in sorted(LEAVE_WEIGHTS):
         engine.call(method)
@@ -105,10 +95,8 @@ def test_weights_are_read_once_for_many_calls_and_not_for_harmless_ones(
     assert engine.digests == 2
 
 
-def test_a_call_that_changed_nothing_leaves_running_requests_served(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    engine = open_engine(open_store())
+def test_a_call_that_changed_nothing_leaves_running_requests_served(toys: Toys) -> None:
+    engine = toys.engine()
     engine.add(ToyRequest("running", list(PROMPT), 3))
     engine.step()
     engine.call("a user's method")
@@ -117,10 +105,8 @@ def test_a_call_that_changed_nothing_leaves_running_requests_served(
     assert not unserved(engine)
 
 
-def test_nothing_is_served_or_saved_between_the_parts_of_an_update(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    engine = open_engine(open_store())
+def test_nothing_is_served_or_saved_between_the_parts_of_an_update(toys: Toys) -> None:
+    engine = toys.engine()
     ask(engine, "before", PROMPT)
     stored = blocks(engine)
     engine.call("start_weight_update")
@@ -136,15 +122,13 @@ def test_nothing_is_served_or_saved_between_the_parts_of_an_update(
     assert ask(engine, "after, warm", PROMPT) == REST
 
 
-def test_weights_are_not_read_while_vllm_sleeps(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    engine = open_engine(open_store())
+def test_weights_are_not_read_while_vllm_sleeps(toys: Toys) -> None:
+    engine = toys.engine()
     ask(engine, "before", PROMPT)
     engine.call("sleep", "gone ")
     engine.is_sleeping = True
     engine.add(ToyRequest("asleep", list(PROMPT), 3))
-    assert engine.side.weights.settle() is None
+    assert engine.side.weights.settle() and engine.side.weights.name is None
     assert engine.digests == 1
     engine.call("wake_up")
     engine.is_sleeping = False
@@ -153,14 +137,14 @@ def test_weights_are_not_read_while_vllm_sleeps(
     engine.run()
     assert engine.done["asleep"].answer == answer_of(PROMPT, 3)
     assert engine.digests == 2
-    assert (engine.side.counts.take() or {})["hit_tokens"] == FULL_PAGES * PAGE_TOKENS
+    assert (engine.side.metrics() or {})["hit_tokens"] == FULL_PAGES * PAGE_TOKENS
 
 
 def test_vllms_own_cache_of_other_weights_must_go_first(
-    open_store: OpenStore, open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
+    toys: Toys, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is computed after a hit in it belongs to no weights."""
-    engine = open_engine(open_store())
+    engine = toys.engine()
     ask(engine, "before", PROMPT)
     engine.call("reload_weights", "second ")
     stored = blocks(engine)
@@ -177,12 +161,10 @@ def test_vllms_own_cache_of_other_weights_must_go_first(
     assert blocks(engine) > stored
 
 
-def test_a_request_that_runs_while_weights_change_is_not_saved(
-    open_store: OpenStore, open_engine: OpenEngine, tmp_path: Path
-) -> None:
+def test_a_request_that_runs_while_weights_change_is_not_saved(toys: Toys, tmp_path: Path) -> None:
     saves = {}
     for weights in ("", "second "):
-        engine = open_engine(open_store(path=f"{tmp_path}/kv {weights}"))
+        engine = toys.engine(toys.store(path=f"{tmp_path}/kv {weights}"))
         engine.add(ToyRequest("running", list(PROMPT), 3))
         engine.step()
         engine.call("reload_weights", weights)
@@ -191,12 +173,10 @@ def test_a_request_that_runs_while_weights_change_is_not_saved(
     assert not saves["second "]
 
 
-def test_pages_of_such_a_request_are_kept_while_saves_read_them(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
+def test_pages_of_such_a_request_are_kept_while_saves_read_them(toys: Toys) -> None:
     """As on a GPU, where a save may go on when its step is over."""
-    engine = open_engine(open_store())
-    engine.side._facts = [replace(engine.side._facts[0], saves_settle_at_once=False)]
+    engine = toys.engine()
+    engine.side.names.workers = [replace(engine.side.names.workers[0], saves_settle_at_once=False)]
     request = ToyRequest("running", list(PROMPT), 3)
     engine.add(request)
     engine.step()
@@ -206,12 +186,8 @@ def test_pages_of_such_a_request_are_kept_while_saves_read_them(
     assert engine.side.plan(engine._output({})).awaited == ["running"]
 
 
-def test_a_load_that_is_under_way_when_weights_change_brings_nothing(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    engine = open_engine(open_store())
-    ask(engine, "before", PROMPT)
-    forget_local(engine)
+def test_a_load_that_is_under_way_when_weights_change_brings_nothing(toys: Toys) -> None:
+    engine = toys.saved()
     engine.add(ToyRequest("loading", list(PROMPT), 3))
     while "loading" not in engine.recv_left:
         engine._schedule()
@@ -226,63 +202,56 @@ def test_a_load_that_is_under_way_when_weights_change_brings_nothing(
 
 
 def test_a_reset_ends_this_engines_generation_and_no_other(
-    open_store: OpenStore, open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
+    toys: Toys, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = open_store()
-    engine, other = open_engine(store), open_engine(store)
+    store = toys.store()
+    engine, other = toys.engine(store), toys.engine(store)
     ask(engine, "before", PROMPT)
     stored = blocks(engine)
     with caplog.at_level("INFO", "vllm.kvdepot"):
         assert engine.side.reset()
     forget_local(engine)
     assert "kvdepot: reset: this engine" in caplog.text
-    assert (engine.side.counts.take() or {})["resets:done"] == 1
+    assert (engine.side.metrics() or {})["resets:done"] == 1
     assert blocks(engine) == stored, "they are other engines' too"
     assert ask(other, "another engine", PROMPT) == REST
     assert ask(engine, "after", PROMPT) == ALL
     forget_local(engine)
     assert ask(engine, "after, warm", PROMPT) == REST
-    assert ask(open_engine(store), "started again", PROMPT) == REST
+    assert ask(toys.engine(store), "started again", PROMPT) == REST
 
 
-def test_requests_that_wait_during_a_reset_are_served_after_it(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    engine = open_engine(open_store())
-    ask(engine, "before", PROMPT)
-    forget_local(engine)
+def test_requests_that_wait_during_a_reset_are_served_after_it(toys: Toys) -> None:
+    engine = toys.saved()
     engine.add(ToyRequest("waiting", list(PROMPT), 3))
     assert engine.side.reset()
     stored = blocks(engine)
     engine.run()
-    assert "hit_tokens" not in (engine.side.counts.take() or {})
+    assert "hit_tokens" not in (engine.side.metrics() or {})
     assert blocks(engine) > stored
 
 
 def test_a_reset_without_a_daemon_fails_and_old_blocks_stay_unused(
-    tmp_path: Path, open_engine: OpenEngine
+    tmp_path: Path, toys: Toys
 ) -> None:
-    disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB", "segment": "1MiB"}
-    memory = {"capacity": "8MiB", "huge_pages": "never", "prefault": False}
-    parts = {"dram": memory, "ssd": disk, "writeback": {"staging": "4MiB"}}
-    config = read({**parts, "socket": str(tmp_path / "d.sock")})
+    config = read(toys.settings() | {"socket": str(tmp_path / "d.sock")})
     held = shared_depot.open_depot(config, one_process=False)
     store: Any = held.store
-    engine = open_engine(store)
+    engine = toys.engine(store)
     ask(engine, "before", PROMPT)
     assert store.flush(60.0)
     daemon = shared_depot._daemons.pop()
     daemon.kill()
     daemon.wait()
     assert engine.side.reset() is False
-    assert (engine.side.counts.take() or {})["resets:failed"] == 1
+    assert (engine.side.metrics() or {})["resets:failed"] == 1
     forget_local(engine)
     shared_depot.start_daemon(tmp_path / "d.sock", config)
     try:
         assert engine.side.reset() is True
         assert ask(engine, "after", PROMPT) == ALL
         forget_local(engine)
-        assert ask(open_engine(store), "started again", PROMPT) == REST
+        assert ask(toys.engine(store), "started again", PROMPT) == REST
     finally:
         daemon = shared_depot._daemons.pop()
         daemon.kill()
@@ -329,7 +298,7 @@ def test_every_weight_counts_also_one_that_is_packed_out_of_sight() -> None:
     assert loaded_digest([model, model]) != first, "a draft model counts too"
 
 
-def test_weights_that_no_one_can_read_have_a_name_of_their_own_each_time() -> None:
+def test_unreadable_weights_have_a_new_name_each_time() -> None:
     model = ToyModel()
     model.packed.cpu_linear = None  # type: ignore[assignment,method-assign]
     with pytest.raises(ModelError, match="PackedLinear does not show its weights"):
@@ -339,7 +308,8 @@ def test_weights_that_no_one_can_read_have_a_name_of_their_own_each_time() -> No
     weights, names = WatchedWeights(), set()
     for _ in range(3):
         weights.about_to_call("reload_weights", None, lambda function: [function(worker)])
-        names.add(weights.settle())
+        assert weights.settle()
+        names.add(weights.name)
     assert len(names) == 3
     assert "" not in names
 
@@ -371,14 +341,14 @@ def test_the_calls_of_this_engine_are_seen_before_they_are_made() -> None:
     mine, other = Executor(parallel), Executor(object())
     other.collective_rpc("reload_weights")
     mine.collective_rpc("execute_model")
-    assert weights.settle() == ""
+    assert not weights.settle()
     kept = mine.model.weight.detach().clone()
     mine.collective_rpc("reload_weights")
-    assert str(weights.settle()).startswith("loaded ")
+    assert weights.settle() and str(weights.name).startswith("loaded ")
 
     def put_back(worker: Any) -> None:
         with torch.no_grad():
             worker.get_model().weight.copy_(kept)
 
     mine.collective_rpc(put_back)
-    assert weights.settle() == ""
+    assert weights.settle() and weights.name == ""

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.support.toy_engine import PROMPT, OpenEngine, OpenStore, ToyEngine, ToyRequest
+from tests.support.toy_engine import PROMPT, ToyEngine, ToyRequest, Toys
 
 from kvdepot.store.store import Store
 
@@ -22,10 +22,10 @@ ON_THEIR_OWN = ("kvdepot-watchdog", "kvdepot-sessions")
 
 
 @pytest.fixture
-def decoding(open_store: OpenStore, open_engine: OpenEngine) -> ToyEngine:
+def decoding(toys: Toys) -> ToyEngine:
     """An engine whose only request is in the middle of its answer; nothing is under way."""
-    store = open_store()
-    engine = open_engine(store, settings={"block_tokens": BLOCK_TOKENS, "decide": True})
+    store = toys.store()
+    engine = toys.engine(store, settings={"block_tokens": BLOCK_TOKENS, "decide": True})
     engine.add(ToyRequest("r", list(PROMPT), BLOCK_TOKENS))
     while not engine.requests["r"].answer:
         engine.step()
@@ -33,7 +33,7 @@ def decoding(open_store: OpenStore, open_engine: OpenEngine) -> ToyEngine:
     return engine
 
 
-def test_it_asks_the_store_for_nothing(
+def test_an_idle_step_does_not_call_the_store(
     decoding: ToyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
@@ -61,7 +61,7 @@ def switches() -> dict[str, int]:
     return found
 
 
-def test_it_wakes_no_thread(decoding: ToyEngine) -> None:
+def test_an_idle_step_wakes_no_thread(decoding: ToyEngine) -> None:
     def calm(pause_s: float) -> bool:
         before = switches()
         for _ in range(STEPS):

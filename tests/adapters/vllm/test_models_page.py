@@ -48,7 +48,7 @@ def test_others_have_their_reason_in_a_table_that_holds() -> None:
     assert "## Runs in vLLM, but not right with kvdepot" in text
 
 
-def test_rows_of_several_calls_are_told_from_those_of_one() -> None:
+def test_rows_of_several_calls_are_marked() -> None:
     assert "from several calls" in made(One=SERVED)
     assert "from several calls" in page({"rows": {"One": SERVED}, "calls": 2, **SEEN})
     assert "All rows are from one call" in page({"rows": {"One": SERVED}, "calls": 1, **SEEN})

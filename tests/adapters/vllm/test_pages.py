@@ -1,4 +1,4 @@
-"""Pages are copied as they lie in memory, whatever the tensor calls its axes."""
+"""Pages are copied as they lie in memory, for any order of the tensor's axes."""
 
 from collections.abc import Sequence
 from itertools import permutations
@@ -76,12 +76,12 @@ def test_blocks_that_the_backend_divides_are_whole_again() -> None:
     assert bytes(payload) == whole[2].numpy().tobytes()
 
 
-def test_what_has_no_pages_is_refused() -> None:
+def test_a_cache_without_pages_is_refused() -> None:
     good = cache((0, 1, 2, 3))
     with pytest.raises(ModelError, match="not a tensor"):
         page_tensors({"a": [good]}, ["a"], PAGES)
     with pytest.raises(ModelError, match="does not begin with"):
         page_tensors({"a": good}, ["a"], PAGES + 1)
     gaps = torch.zeros(2, 4, 4, 4, 4)[:, ::2, ::2, ::2, ::2]
-    with pytest.raises(ModelError, match="plain bytes"):
+    with pytest.raises(ModelError, match="contiguous pages"):
         in_memory_order(gaps)

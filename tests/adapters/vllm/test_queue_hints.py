@@ -1,4 +1,4 @@
-"""Requests that wait have their blocks in memory when their turn comes; sessions are told of."""
+"""Blocks of waiting requests come to memory; sessions and the prefill speed are reported."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,22 +11,19 @@ pytest.importorskip("torch")
 from tests.support.toy_engine import (
     FULL_PAGES,
     PROMPT,
-    OpenEngine,
-    OpenStore,
     Split,
     ToyEngine,
     ToyRequest,
+    Toys,
     answer_of,
     ask,
 )
 from tests.support.waiting import eventually
 
 from kvdepot.adapters.vllm.queue_hints import session_of
-from kvdepot.config.settings import load
-from kvdepot.core.depot import Depot
+from kvdepot.depot import Depot
 from kvdepot.errors import ConfigError
 from kvdepot.policy.fetching.speed_models import PrefillPace
-from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 
 LONG = [(3 * number) % 50 for number in range(200)]
@@ -51,7 +48,7 @@ def finish(engine: ToyEngine) -> dict[str, int]:
     engine.run()
     assert engine.done["queued"].answer == answer_of(PROMPT, 2)
     assert engine.done["long"].answer == answer_of(LONG, 2)
-    figures = engine.workers[0].counts.take()
+    figures = engine.workers[0].metrics()
     assert figures is not None
     return {
         str(name).partition(":")[2]: int(count)
@@ -64,141 +61,127 @@ Reopened = Callable[..., ToyEngine]
 
 
 @pytest.fixture
-def reopened(tmp_path: Path, open_engine: OpenEngine) -> Reopened:
+def reopened(tmp_path: Path, toys: Toys) -> Reopened:
     """Opens an engine whose depot has PROMPT on a drive only."""
 
     def open_it(tier: str = "hdd", **settings: Any) -> ToyEngine:
         place = {"path": str(tmp_path / "kv"), "segment": "1MiB"}
         if tier == "object":
             place = {"url": f"file://{tmp_path}/kv"}
-        parts = {
-            "dram": {"capacity": 8 << 20, "huge_pages": "never", "prefault": False},
-            "writeback": {"staging": 4 << 20},
-            tier: {"capacity": "64MiB", **place},
-        }
-        engine = open_engine(assemble(load(overrides=parts)))
-        ask(engine, "before", PROMPT)
-        engine.close()
-        return open_engine(assemble(load(overrides=parts)), settings=settings)
+        tiers = {tier: {"capacity": "64MiB", **place}}
+        toys.saved(toys.depot(**tiers)).close()
+        return toys.engine(toys.depot(**tiers), settings=settings)
 
     return open_it
 
 
 @pytest.mark.parametrize("tier", ["hdd", "object"])
-def test_who_waits_finds_its_blocks_in_memory(reopened: Reopened, tier: str) -> None:
+def test_a_waiting_request_finds_its_blocks_in_memory(reopened: Reopened, tier: str) -> None:
     if tier == "object":
         pytest.importorskip("obstore")
     engine = reopened(tier)
     queued_behind(engine)
-    store = engine.side._depot.store
+    store = engine.side._store
     assert eventually(lambda: hinted(store) == FULL_PAGES)
     assert finish(engine) == {"dram": FULL_PAGES}
 
 
 @pytest.mark.parametrize(("tier", "hint"), [("hdd", 0.0), ("ssd", 30.0)])
-def test_it_can_be_turned_off_and_is_for_slow_tiers(
+def test_hints_can_be_turned_off_and_are_for_slow_tiers(
     reopened: Reopened, tier: str, hint: float
 ) -> None:
     engine = reopened(tier, hint=hint)
     queued_behind(engine)
-    store = engine.side._depot.store
+    store = engine.side._store
     assert finish(engine) == {tier: FULL_PAGES}
     assert hinted(store) == 0
 
 
-def test_who_begins_at_once_is_not_hinted_at(reopened: Reopened) -> None:
+def test_a_request_that_begins_at_once_is_not_hinted_at(reopened: Reopened) -> None:
     engine = reopened()
-    store = engine.side._depot.store
+    store = engine.side._store
     ask(engine, "warm", PROMPT)
     assert hinted(store) == 0
 
 
-def test_who_is_gone_is_hinted_at_no_more(reopened: Reopened) -> None:
+def test_hints_end_with_their_request(reopened: Reopened) -> None:
     engine = reopened()
     queued_behind(engine, steps=1)
     engine.abort("queued")
-    assert not engine.side._queue_hints._hints and not engine.side._queue_hints._waiting
+    assert not engine.side.hints._hints and not engine.side.hints._waiting
     engine.run()
 
 
 class TestSessions:
-    def test_a_session_is_known_when_its_request_is_over(
-        self, open_store: OpenStore, open_engine: OpenEngine
-    ) -> None:
-        engine = open_engine(open_store(), split=Split(2))
-        store = engine.side._depot.store
+    def test_a_session_is_known_when_its_request_has_ended(self, toys: Toys) -> None:
+        engine = toys.engine(split=Split(2))
+        store = engine.side._store
         ask(engine, "r", PROMPT, 14, kv_transfer_params={"kvdepot_session": "chat"})
         blocks = (len(PROMPT) + 13) // 4
-        assert store.session("chat") == 2 * blocks
+        assert store.sessions.name("chat") == 2 * blocks
 
-    def test_closed_means_closed(self, open_store: OpenStore, open_engine: OpenEngine) -> None:
-        engine = open_engine(open_store())
-        store = engine.side._depot.store
+    def test_a_closed_session_is_closed(self, toys: Toys) -> None:
+        engine = toys.engine()
+        store = engine.side._store
         params = {"kvdepot_session": "chat", "kvdepot_state": "closed"}
         ask(engine, "r", PROMPT, kv_transfer_params=params)
-        engine.step()  # everything is saved by now, and it is told of once more
+        engine.step()  # everything is saved by now, and it is reported once more
         assert isinstance(store, Store)
         catalog = store.inspect().catalog
-        rows = catalog.rows(engine.side._spaces[""][0].keys(PROMPT))
+        rows = catalog.rows(engine.spaces()[0].keys(PROMPT))
         assert all(row in catalog.closed for row in rows)
-        assert store.session("chat") == 0
+        assert store.sessions.name("chat") == 0
 
     @pytest.mark.parametrize(
         "params", [{"kvdepot_session": ""}, {"kvdepot_session": "x", "kvdepot_state": "asleep"}]
     )
-    def test_nonsense_fails_no_request(
-        self, open_store: OpenStore, open_engine: OpenEngine, params: dict[str, Any]
-    ) -> None:
-        engine = open_engine(open_store())
+    def test_an_invalid_session_fails_no_request(self, toys: Toys, params: dict[str, Any]) -> None:
+        engine = toys.engine()
         ask(engine, "r", PROMPT, kv_transfer_params=params)
-        assert engine.side._depot.store.stats()["sessions"]["remembered"] == 0
+        assert engine.side._store.stats()["sessions"]["remembered"] == 0
         with pytest.raises(ConfigError):
             session_of(ToyRequest("r", [1], 1, kv_transfer_params=params))
 
-    def test_salted_sessions_do_not_meet(
-        self, open_store: OpenStore, open_engine: OpenEngine
-    ) -> None:
-        engine = open_engine(open_store())
+    def test_salted_sessions_do_not_meet(self, toys: Toys) -> None:
+        engine = toys.engine()
         params = {"kvdepot_session": "chat"}
         ask(engine, "a", PROMPT, kv_transfer_params=params, cache_salt="s")
         ask(engine, "b", PROMPT, kv_transfer_params=params, cache_salt="t")
-        store = engine.side._depot.store
+        store = engine.side._store
         assert store.stats()["sessions"]["remembered"] == 2
-        assert store.session("chat") == 0
+        assert store.sessions.name("chat") == 0
 
 
 class TestPrefillSpeed:
     @pytest.mark.parametrize("workers", [1, 2])
-    def test_the_ledger_knows_what_the_engine_measures(
-        self, open_store: OpenStore, open_engine: OpenEngine, workers: int
-    ) -> None:
+    def test_the_ledger_knows_what_the_engine_measures(self, toys: Toys, workers: int) -> None:
         """With two workers each has a shard of every block: together they save as much as one."""
-        engine = open_engine(open_store(), split=Split(workers))
-        store = engine.side._depot.store
+        engine = toys.engine(split=Split(workers))
+        store = engine.side._store
         ask(engine, "first", PROMPT, 4)
-        engine.side._tell_prefill(PrefillPace(0.0, 0.5, 0.25))
-        engine.side._queue_hints.prefill.wait(60.0)
-        blocks, before = len(PROMPT) // 4, store.sessions.ledger()["total"]["gpu_s"]
-        for space in engine.side._spaces[""]:
+        engine.side.report(PrefillPace(0.0, 0.5, 0.25))
+        engine.side.hints.prefill.wait(60.0)
+        blocks, before = len(PROMPT) // 4, store.admin.ledger()["total"]["gpu_s"]
+        for space in engine.spaces():
             keys = space.keys(PROMPT)
             assert all(store.get_many(keys, [bytearray(space.block_bytes) for _ in keys]))
-        saved = store.sessions.ledger()["total"]["gpu_s"] - before
+        saved = store.admin.ledger()["total"]["gpu_s"] - before
         tokens = blocks * 4
         assert saved == pytest.approx(tokens * 0.5 + tokens * tokens / 2 * 0.25)
 
-    def test_a_depot_that_cannot_be_told_is_left_alone(
-        self, open_store: OpenStore, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+    def test_a_depot_without_a_ledger_is_asked_once(
+        self, toys: Toys, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        engine, asked = open_engine(open_store()), []
+        engine, asked = toys.engine(), []
 
         def refuse(*given: object) -> bool:
             asked.append(given)
             raise ConfigError("call", "is not known")
 
-        desk = type(engine.side._depot.store.sessions)
-        monkeypatch.setattr(desk, "tell_prefill", refuse)
-        prefill = engine.side._queue_hints.prefill
+        service = type(engine.side._store.admin)
+        monkeypatch.setattr(service, "report_prefill_speed", refuse)
+        prefill = engine.side.hints.prefill
         for _ in range(3):
-            prefill.tell([b"x" * 8], 1.0, 0.0)
+            prefill.report([b"x" * 8], 1.0, 0.0)
             prefill.wait(60.0)
         assert len(asked) == 1

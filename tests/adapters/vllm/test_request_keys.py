@@ -7,6 +7,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.support.toy_engine import full_attention
+
+from kvdepot.adapters.vllm.messages import BlockOrigin
 from kvdepot.adapters.vllm.requests import RequestKeys
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.layout import KVLayout
@@ -14,6 +17,7 @@ from kvdepot.core.namespace import Namespace
 
 TOKENS = list(range(100, 164))
 SIZE = 16
+BLOCKS = len(TOKENS) // SIZE
 
 
 def space(**fields: Any) -> NamespaceHandle:
@@ -26,11 +30,15 @@ def image(identifier: str, offset: int, length: int) -> Any:
     return SimpleNamespace(identifier=identifier, mm_position=place)
 
 
-def keys(salt: str | None = None, *images: Any, tokens: list[int] = TOKENS) -> list[bytes]:
-    request = SimpleNamespace(cache_salt=salt, mm_features=list(images))
-    chain = RequestKeys.of([space()], request)
-    chain.grow(tokens, len(tokens) // SIZE)
-    return list(chain.keys(0, len(chain))[0])
+def chain(spaces: list[NamespaceHandle], salt: str | None, *images: Any) -> RequestKeys:
+    request: Any = SimpleNamespace(cache_salt=salt, mm_features=images, all_token_ids=TOKENS)
+    return RequestKeys(request, full_attention(SIZE), [spaces], BlockOrigin())
+
+
+def keys(salt: str | None = None, *images: Any) -> list[bytes]:
+    made = chain([space()], salt, *images)
+    made.grow(BLOCKS)
+    return list(made.of(0, 0, BLOCKS)[0])
 
 
 def test_plain_keys_are_those_of_the_namespace() -> None:
@@ -38,19 +46,17 @@ def test_plain_keys_are_those_of_the_namespace() -> None:
 
 
 def test_growing_in_steps_gives_the_same_keys() -> None:
-    chain = RequestKeys([space()], "s", {1: b"x", 3: b"y"})
-    for blocks in (1, 1, 2, 4):
-        chain.grow(TOKENS, blocks)
-    at_once = RequestKeys([space()], "s", {1: b"x", 3: b"y"})
-    at_once.grow(TOKENS, 4)
-    assert chain.keys(0, 4) == at_once.keys(0, 4)
-    assert len(chain) == 4
+    images = image("cat", 20, 1), image("dog", 50, 1)
+    in_steps = chain([space()], "s", *images)
+    for blocks in (1, 1, 2, BLOCKS):
+        in_steps.grow(blocks)
+    assert list(in_steps.of(0, 0, BLOCKS)[0]) == keys("s", *images)
 
 
 def test_shards_have_keys_of_their_own() -> None:
-    chain = RequestKeys([space(), space(shard_rank=1, shard_size=2)])
-    chain.grow(TOKENS, 4)
-    first, second = chain.keys(1, 3)
+    shards = chain([space(), space(shard_rank=1, shard_size=2)], None)
+    shards.grow(BLOCKS)
+    first, second = shards.of(0, 1, 3)
     assert len(first) == len(second) == 2
     assert not set(first) & set(second)
 
@@ -69,7 +75,7 @@ def test_an_image_changes_the_keys_from_its_block_on() -> None:
     assert len({plain[3], cat[3], dog[3]}) == 3
 
 
-def test_where_an_image_lies_counts() -> None:
+def test_the_position_of_an_image_counts() -> None:
     assert keys(None, image("cat", 20, 5))[1] != keys(None, image("cat", 21, 5))[1]
     over_the_border = keys(None, image("cat", 14, 4))
     assert over_the_border[0] != keys()[0]

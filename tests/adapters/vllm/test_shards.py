@@ -10,12 +10,13 @@ pytest.importorskip("torch")
 
 import torch
 from tests.support.toy_engine import (
+    ALL,
     FULL_PAGES,
     PAGE_TOKENS,
     PROMPT,
-    OpenEngine,
-    OpenStore,
+    REST,
     Split,
+    Toys,
     answer_at_random,
     answer_of,
     ask,
@@ -25,177 +26,127 @@ from tests.support.toy_engine import (
 from kvdepot.adapters.vllm.shards import WorkerShard, find_shard, other_sizes, parts_of
 from kvdepot.errors import ModelError
 
-REST = len(PROMPT) % PAGE_TOKENS + 2
-"""Tokens that are computed where all full blocks were hit."""
-ALL = len(PROMPT) + 2
-
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
 @pytest.mark.parametrize(("saved", "read"), [(2, 1), (1, 2), (4, 2), (1, 8), (8, 1), (2, 4)])
-def test_what_one_size_has_saved_another_reads_after_a_restart(
-    open_store: OpenStore, open_engine: OpenEngine, saved: int, read: int, layout: str
+def test_blocks_of_one_size_are_read_at_another_after_a_restart(
+    toys: Toys, saved: int, read: int, layout: str
 ) -> None:
-    writer = open_engine(open_store(), split=Split(saved, heads=4, layout=layout))
-    ask(writer, "cold", PROMPT)
-    writer.close()
-    reader = open_engine(open_store(), split=Split(read, heads=4, layout=layout))
+    toys.saved(split=Split(saved, heads=4, layout=layout)).close()
+    reader = toys.engine(split=Split(read, heads=4, layout=layout))
     assert ask(reader, "warm", PROMPT) == REST
-    assert reader.side.counts.take() == {
+    assert reader.side.metrics() == {
         "hit_tokens": FULL_PAGES * PAGE_TOKENS,
         "resharded_tokens": FULL_PAGES * PAGE_TOKENS,
     }
     forget_local(reader)
     assert ask(reader, "again", PROMPT) == REST
-    assert (reader.side.counts.take() or {}).get("resharded_tokens") is None, "it was saved here"
+    assert (reader.side.metrics() or {}).get("resharded_tokens") is None, "it was saved here"
 
 
-def test_sizes_that_share_no_part_of_the_heads_evenly(
-    open_store: OpenStore, open_engine: OpenEngine
+@pytest.mark.parametrize(
+    ("saved", "read", "kinds", "computed"),
+    [
+        (Split(2, heads=6), Split(3, heads=6), ("full",), REST),
+        (Split(2, stages=3), Split(1, stages=3), ("full",), REST),
+        (Split(2, heads=4), Split(1, heads=4, layout="LBNHC"), ("full",), ALL),
+        (Split(2, heads=4), Split(1, heads=2), ("full",), ALL),
+        (Split(2), Split(1), ("full", "window"), REST),
+        (Split(2), Split(1), ("full", "state"), ALL),
+        (Split(2, stages=2), Split(2), ("full",), ALL),
+    ],
+)
+def test_which_blocks_are_read(
+    toys: Toys, saved: Split, read: Split, kinds: tuple[str, ...], computed: int
 ) -> None:
-    store = open_store()
-    ask(open_engine(store, split=Split(2, heads=6)), "cold", PROMPT)
-    assert ask(open_engine(store, split=Split(3, heads=6)), "warm", PROMPT) == REST
+    """Sizes that share no part of the heads evenly, stages, windows; no other layout or heads, no
+    states, no other stages."""
+    store = toys.store()
+    toys.saved(store, split=saved, kinds=kinds)
+    assert ask(toys.engine(store, split=read, kinds=kinds), "warm", PROMPT) == computed
 
 
-def test_other_layouts_are_a_miss(open_store: OpenStore, open_engine: OpenEngine) -> None:
-    store = open_store()
-    ask(open_engine(store, split=Split(2, heads=4)), "cold", PROMPT)
-    other = open_engine(store, split=Split(1, heads=4, layout="LBNHC"))
-    assert ask(other, "other order", PROMPT) == ALL
-    other = open_engine(store, split=Split(1, heads=2))
-    assert ask(other, "other heads", PROMPT) == ALL
-
-
-def test_one_lacking_shard_ends_the_hit(open_store: OpenStore, open_engine: OpenEngine) -> None:
-    store = open_store()
-    writer = open_engine(store, split=Split(2, heads=4))
-    ask(writer, "cold", PROMPT)
-    store.remove(writer.side._spaces[""][1].keys(PROMPT)[5])
-    reader = open_engine(store, split=Split(1, heads=4))
+def test_a_lacking_shard_ends_the_hit_and_a_reset_all_hits(toys: Toys) -> None:
+    store = toys.store()
+    writer = toys.saved(store, split=Split(2, heads=4))
+    store.remove(writer.spaces()[1].keys(PROMPT)[5])
+    reader = toys.engine(store, split=Split(1, heads=4))
     assert ask(reader, "warm", PROMPT) == ALL - 5 * PAGE_TOKENS
+    assert reader.side.reset()
+    forget_local(reader)
+    assert ask(reader, "after", PROMPT) == ALL
 
 
-def test_the_next_turn_goes_on_from_either_size(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    store = open_store()
-    ask(open_engine(store, split=Split(2)), "first", PROMPT, 14)
+def test_the_next_turn_goes_on_from_either_size(toys: Toys) -> None:
+    store = toys.store()
+    ask(toys.engine(store, split=Split(2)), "first", PROMPT, 14)
     turn = PROMPT + answer_of(PROMPT, 14) + [1, 2]
     known = (len(PROMPT) + 13) // PAGE_TOKENS * PAGE_TOKENS
-    alone = open_engine(store)
+    alone = toys.engine(store)
     assert ask(alone, "second", turn, 9) == len(turn) - known + 8
     longer = turn + answer_of(turn, 9)
     known = (len(turn) + 8) // PAGE_TOKENS * PAGE_TOKENS
     forget_local(alone)
     assert ask(alone, "third", longer, 1) == len(longer) - known
-    assert ask(open_engine(store, split=Split(2)), "fourth", longer, 1) == 1
+    assert ask(toys.engine(store, split=Split(2)), "fourth", longer, 1) == 1
 
 
-def test_a_part_of_a_block_that_vllm_has_is_left_alone(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    store, settings = open_store(), {"block_tokens": 12}
-    ask(open_engine(store, split=Split(2), settings=settings), "cold", PROMPT)
-    reader = open_engine(store, settings={**settings, "save": "none"})
+def test_the_part_of_a_block_that_vllm_has_is_not_written(toys: Toys) -> None:
+    store, settings = toys.store(), {"block_tokens": 12}
+    ask(toys.engine(store, split=Split(2), settings=settings), "cold", PROMPT)
+    reader = toys.engine(store, settings={**settings, "save": "none"})
     ask(reader, "short", PROMPT[: 2 * PAGE_TOKENS + 12 + 1], 1)
     kept = [name for name in reader.pool.known if len(name[2]) <= 2 * PAGE_TOKENS + 12]
     reader.pool.known = {name: reader.pool.known[name] for name in kept}
     assert ask(reader, "warm", PROMPT) == len(PROMPT) % 12 + 2
 
 
-def test_windows_are_read_too_and_states_are_not(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    store = open_store()
-    kinds = ("full", "window")
-    ask(open_engine(store, split=Split(2), kinds=kinds), "cold", PROMPT)
-    assert ask(open_engine(store, kinds=kinds), "warm", PROMPT) < ALL - 8 * PAGE_TOKENS
-    kinds = ("full", "state")
-    ask(open_engine(store, split=Split(2), kinds=kinds), "cold", PROMPT)
-    assert ask(open_engine(store, kinds=kinds), "warm", PROMPT) == ALL
-
-
-def test_latents_and_heads_that_several_have_are_stored_once(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    store = open_store()
+def test_latents_and_heads_that_several_workers_have_are_stored_once(toys: Toys) -> None:
+    store = toys.store()
     for split, blocks in ((Split(2, latent=True), 1), (Split(4), 2)):
         before = store.stats()["blocks"]
-        engine = open_engine(store, split=split)
+        engine = toys.engine(store, split=split)
         ask(engine, "cold", PROMPT, 1)
         assert store.stats()["blocks"] - before == blocks * FULL_PAGES
         forget_local(engine)
         assert ask(engine, "warm", PROMPT) == REST
-    latent = open_engine(store, split=Split(latent=True))
+    latent = toys.engine(store, split=Split(latent=True))
     assert ask(latent, "alone", PROMPT) == REST
-    assert "resharded_tokens" not in (latent.side.counts.take() or {}), "it has the same name"
+    assert "resharded_tokens" not in (latent.side.metrics() or {}), "it has the same name"
 
 
 @pytest.mark.parametrize("kinds", [("full",), ("full", "window", "state")])
 @pytest.mark.parametrize("shards", [1, 2])
-def test_pipeline_stages_hit_together(
-    open_store: OpenStore, open_engine: OpenEngine, shards: int, kinds: tuple[str, ...]
-) -> None:
+def test_pipeline_stages_hit_together(toys: Toys, shards: int, kinds: tuple[str, ...]) -> None:
     split = Split(shards, stages=2)
-    engine = open_engine(open_store(), split=split, kinds=kinds)
-    ask(engine, "cold", PROMPT)
-    engine.close()
-    store = open_store()
-    again = open_engine(store, split=split, kinds=kinds)
-    warm = ask(again, "warm", PROMPT)
-    assert warm < ALL - 8 * PAGE_TOKENS
-    assert ask(open_engine(store, kinds=kinds), "one stage", PROMPT) == ALL
-    second = again.workers[shards].facts
-    assert second.place.stage == 1
-    tags = {space.tag for space in again.side._spaces[""]}
-    assert len(tags) == 2 * shards * len(kinds)
-    last = again.side._spaces[""][2 * shards - 1]
-    store.remove(last.keys(PROMPT)[2])
+    toys.saved(split=split, kinds=kinds).close()
+    store = toys.store()
+    again = toys.engine(store, split=split, kinds=kinds)
+    assert ask(again, "warm", PROMPT) == REST
+    assert again.workers[shards].facts.place.stage == 1
+    assert len({space.tag for space in again.spaces()}) == 2 * shards * len(kinds)
+    store.remove(again.spaces()[2 * shards - 1].keys(PROMPT)[2])
     forget_local(again)
-    assert ask(again, "a stage lacks a block", PROMPT) > warm + 4 * PAGE_TOKENS
+    assert ask(again, "a stage lacks a block", PROMPT) > REST + 4 * PAGE_TOKENS
 
 
-def test_stages_are_read_at_another_tensor_parallel_size(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    store = open_store()
-    ask(open_engine(store, split=Split(2, stages=3)), "cold", PROMPT)
-    assert ask(open_engine(store, split=Split(1, stages=3)), "warm", PROMPT) == REST
-
-
-def test_stages_that_do_not_fit_together_are_refused(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    store = open_store()
-    facts = [worker.facts for worker in open_engine(store, split=Split(2, stages=2)).workers]
-    other = open_engine(store, split=Split(2, stages=2), kinds=("full", "window"))
+def test_stages_that_do_not_fit_together_are_refused(toys: Toys) -> None:
+    store = toys.store()
+    facts = [worker.facts for worker in toys.engine(store, split=Split(2, stages=2)).workers]
+    other = toys.engine(store, split=Split(2, stages=2), kinds=("full", "window"))
     with pytest.raises(ModelError, match=r"no pages: .*\(1, 0\)"):
         other.side.set_workers([facts[0], facts[1], facts[3]])
     with pytest.raises(ModelError, match="different KV groups"):
         other.side.set_workers([*facts[:3], other.workers[3].facts])
 
 
-def test_a_reset_removes_what_other_sizes_have(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    store = open_store()
-    ask(open_engine(store, split=Split(2)), "cold", PROMPT)
-    reader = open_engine(store)
-    assert ask(reader, "warm", PROMPT) == REST
-    assert reader.side.reset()
-    forget_local(reader)
-    assert ask(reader, "after", PROMPT) == ALL
-
-
 @pytest.mark.slow
-def test_all_sizes_answer_rightly_side_by_side(
-    open_store: OpenStore, open_engine: OpenEngine, seed: int
-) -> None:
+def test_all_sizes_answer_rightly_side_by_side(toys: Toys, seed: int) -> None:
     chance = random.Random(seed)
-    store = open_store(dram=2 << 20)
+    store = toys.store(dram=2 << 20)
     settings = {"block_tokens": chance.choice([0, 8])}
     splits = [Split(shards, chance.choice([1, 1, 2]), heads=4) for shards in (1, 2, 4)]
-    engines = [open_engine(store, pages=40, settings=settings, split=split) for split in splits]
+    engines = [toys.engine(store, pages=40, settings=settings, split=split) for split in splits]
     for _ in range(2):
         state = chance.getrandbits(32)
         for engine in engines:
@@ -229,7 +180,7 @@ SPLIT_PAGES = torch.zeros(6, 2, 4, 2, 8)
         (torch.zeros(6, 2, 2, 4, 8).transpose(2, 3), "LBHNC", 2, 128),
     ],
 )
-def test_where_heads_are(cache: Any, layout: str, rows: int, head_bytes: int) -> None:
+def test_position_of_heads(cache: Any, layout: str, rows: int, head_bytes: int) -> None:
     shard, reason = find_shard(engine_of(4), layout, spec(), cache, (1, 2, 6))
     assert not reason
     assert shard.axis is not None
@@ -251,7 +202,7 @@ def test_where_heads_are(cache: Any, layout: str, rows: int, head_bytes: int) ->
         (engine_of(4), "LBHNC", spec(), torch.zeros(6, 64)),
     ],
 )
-def test_what_is_not_sure_is_not_cut(engine: Any, layout: str, found: Any, cache: Any) -> None:
+def test_uncertain_pages_are_not_cut(engine: Any, layout: str, found: Any, cache: Any) -> None:
     shard, reason = find_shard(engine, layout, found, cache, (1, 2, 6))
     assert shard == WorkerShard(1, 2)
     assert reason

@@ -89,7 +89,7 @@ def test_a_daemon_is_started_once_and_stays(tmp_path: Path) -> None:
     try:
         space = first.store.namespace(model="m", layout=KVLayout.opaque(4096, 4))
         (key,) = space.keys([1, 2, 3, 4])
-        assert first.store.put(key, b"x" * 4096)
+        assert first.store.put_many([key], [b"x" * 4096])[0]
         first.close()
         assert process.poll() is None
         second = shared_depot.open_depot(config, one_process=True)

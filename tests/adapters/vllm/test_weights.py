@@ -1,4 +1,4 @@
-"""Weights are told apart by every byte, wherever they lie; before that nothing is served."""
+"""Weights are named by every byte of their files; before that nothing is served."""
 
 import json
 import os
@@ -18,9 +18,8 @@ pytest.importorskip("torch")
 import torch
 from tests.support.toy_engine import (
     PROMPT,
-    OpenEngine,
-    OpenStore,
     ToyRequest,
+    Toys,
     cache_config,
     engine_config,
 )
@@ -30,16 +29,13 @@ from kvdepot.adapters.file_digests import process_start_ns
 from kvdepot.adapters.vllm import weights
 from kvdepot.adapters.vllm.config import ConnectorConfig
 from kvdepot.adapters.vllm.groups import layer_groups
-from kvdepot.adapters.vllm.identity import ServedGroup, adapter_of, namespaces_of, shard_facts
-from kvdepot.adapters.vllm.messages import StepReport, WorkerRank
+from kvdepot.adapters.vllm.identity import shard_facts
+from kvdepot.adapters.vllm.loaded_weights import LoadedAdapters, lora_digest
+from kvdepot.adapters.vllm.messages import BlockOrigin, StepReport, WorkerRank
+from kvdepot.adapters.vllm.namespaces import adapter_of, namespaces
 from kvdepot.adapters.vllm.page_transfer import page_tensors
 from kvdepot.adapters.vllm.shards import WorkerShard
-from kvdepot.adapters.vllm.weights import (
-    LoadedAdapters,
-    WeightsDigest,
-    folder_digest,
-    lora_digest,
-)
+from kvdepot.adapters.vllm.weights import WeightsDigest, folder_digest
 from kvdepot.errors import ModelError
 
 SIZE = 5_000_000
@@ -118,7 +114,7 @@ def test_a_memo_that_others_can_write_to_is_not_believed(folder: Path, tmp_path:
     assert folder_digest(folder, memo) == folder_digest(folder)
 
 
-def test_what_was_just_written_is_not_remembered(folder: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_just_written_is_not_remembered(folder: Path, tmp_path: Path) -> None:
     memo = tmp_path / "weights"
     folder_digest(folder, memo)
     assert memo.read_text() in ("", "{}"), "it may be written to again within its times' resolution"
@@ -145,7 +141,7 @@ def facts_of(**model: Any) -> Any:
     caches = {name: torch.zeros(shape) for name in group.layer_names}
     ((_, tensors),) = page_tensors(caches, group.layer_names, 4)
     place = WorkerRank(0, 1, "v")
-    served = ServedGroup(group, tensors, WorkerShard(0, 1))
+    served = (group, tensors, WorkerShard(0, 1))
     return shard_facts(engine, cache, [served], ConnectorConfig(), place)
 
 
@@ -157,12 +153,12 @@ def test_settings_that_change_kv_are_in_the_namespace(setting: dict[str, Any]) -
     """The length selects LongRoPE's factors, and Llama 4's attention temperature."""
     plain, other = facts_of(max_model_len=4096), facts_of(**{"max_model_len": 4096} | setting)
     config = ConnectorConfig()
-    (one,), (two,) = (namespaces_of(facts, config, "") for facts in (plain, other))
-    assert one.tag != two.tag
+    one, two = (namespaces(facts, config, BlockOrigin()) for facts in (plain, other))
+    assert one[0][0].tag != two[0][0].tag
 
 
 def test_nothing_is_served_or_saved_until_the_weights_are_known(
-    folder: Path, open_store: OpenStore, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+    folder: Path, toys: Toys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
     digest = file_digests.file_digest
@@ -174,16 +170,16 @@ def test_nothing_is_served_or_saved_until_the_weights_are_known(
     monkeypatch.setattr(file_digests, "file_digest", slow)
     monkeypatch.setattr(weights, "process_start_ns", lambda: time.time_ns() + 10**9)
     monkeypatch.setattr("tests.support.toy_engine.MODEL", str(folder))
-    engine = open_engine(open_store())
+    engine = toys.engine()
     engine.add(ToyRequest("early", list(PROMPT), 2))
     engine.run()
-    assert engine.side.counts.take() == {"unserved_requests:weights_unknown": 1}
-    assert engine.side._depot.store.stats()["blocks"] == 0
+    assert engine.side.metrics() == {"unserved_requests:weights_unknown": 1}
+    assert engine.side._store.stats()["blocks"] == 0
     go.set()
     assert weights.digest_of(folder, ConnectorConfig().weights.expanduser()).wait(20.0)
     engine.add(ToyRequest("late", list(PROMPT), 2))
     engine.run()
-    assert engine.side._depot.store.stats()["blocks"] > 0
+    assert engine.side._store.stats()["blocks"] > 0
 
 
 def lora_model(seed: int, scaling: float = 2.0) -> Any:
@@ -202,7 +198,7 @@ def lora_model(seed: int, scaling: float = 2.0) -> Any:
     return SimpleNamespace(loras=layers, modules_to_save={})
 
 
-def test_a_lora_is_told_apart_by_every_byte_as_loaded() -> None:
+def test_every_byte_of_a_lora_counts_as_loaded() -> None:
     first = lora_digest(lora_model(1))
     assert first == lora_digest(lora_model(1))
     assert first != lora_digest(lora_model(1, scaling=1.0))
@@ -226,7 +222,7 @@ def test_a_lora_is_what_was_loaded_and_not_what_lies_in_its_folder_later(tmp_pat
     loaded.watch(Manager)
     request = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path))
     (tmp_path / "seed").write_text("1")
-    with pytest.raises(ModelError, match="has not said"):
+    with pytest.raises(ModelError, match="has not reported"):
         adapter_of(request, known)
     Manager()._load_adapter(request)
     (tmp_path / "seed").write_text("2")
@@ -246,24 +242,22 @@ def test_workers_that_loaded_different_loras_say_nothing() -> None:
     assert both.adapters == {1: "x", 2: ""}
 
 
-def test_a_request_with_a_lora_is_served_once_it_is_loaded(
-    open_store: OpenStore, open_engine: OpenEngine
-) -> None:
-    engine = open_engine(open_store())
+def test_a_request_with_a_lora_is_served_once_it_is_loaded(toys: Toys) -> None:
+    engine = toys.engine()
     lora = SimpleNamespace(lora_name="a", lora_int_id=7, lora_path="hub/name")
 
     def ask(name: str) -> dict[str, float]:
         engine.add(ToyRequest(name, list(PROMPT), 2, cache_salt="a", lora_request=lora))
         engine.run()
-        return engine.side.counts.take() or {}
+        return engine.side.metrics() or {}
 
     assert ask("first") == {"unserved_requests:adapter": 1}
-    engine.workers[0].loaded.loaded(7, lora_model(1))
+    engine.workers[0]._loaded.loaded(7, lora_model(1))
     assert "unserved_requests:adapter" in ask("second"), "the report comes with a step"
     assert "unserved_requests:adapter" not in ask("third")
-    stored = engine.side._depot.store.stats()["blocks"]
+    stored = engine.side._store.stats()["blocks"]
     assert stored > 0
-    engine.workers[0].loaded.loaded(7, lora_model(2))
+    engine.workers[0]._loaded.loaded(7, lora_model(2))
     ask("fourth")
     ask("fifth")
-    assert engine.side._depot.store.stats()["blocks"] > stored, "another namespace"
+    assert engine.side._store.stats()["blocks"] > stored, "another namespace"

@@ -12,10 +12,9 @@ pytest.importorskip("torch")
 from tests.support.toy_engine import (
     FULL_PAGES,
     PROMPT,
-    OpenEngine,
-    OpenStore,
     ToyEngine,
     ToyRequest,
+    Toys,
     ask,
     forget_local,
 )
@@ -26,7 +25,7 @@ from kvdepot.adapters.vllm.messages import StepPlan
 
 
 class SlowTicket:
-    """An offload that is over when `go` is set, and counts who orders work behind it."""
+    """An offload that ends when `go` is set, and counts who orders work behind it."""
 
     def __init__(self, go: threading.Event) -> None:
         self._go = go
@@ -40,14 +39,20 @@ class SlowTicket:
 
 
 class SlowMover(HostMover):
-    """Copies at once, but says so late."""
+    """Copies at once, but reports it late. `on_device`: its stream has marks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_device: bool = False) -> None:
         self.go = threading.Event()
         self.tickets: list[SlowTicket] = []
         self.onboarded: list[int] = []
         self.marks: list[Any] = []
         self.closed = 0
+        self.made = 0
+        self._on_device = on_device
+
+    def mark(self) -> Any:
+        self.made += 1
+        return self.made if self._on_device else None
 
     def offload(self, pieces: Sequence[Any], views: Sequence[Any], *, after: Any = None) -> Any:
         self.marks.append(after)
@@ -63,70 +68,52 @@ class SlowMover(HostMover):
         self.closed += 1
 
 
-@pytest.fixture
-def mover() -> SlowMover:
-    return SlowMover()
-
-
-def engine_with(mover: Any, engine: ToyEngine) -> ToyEngine:
-    worker = engine.workers[0]
-    assert worker._saver is not None and worker._loader is not None
-    caches = [replace(worker._saver._caches[0], mover=mover)]
-    worker._saver._caches = worker._loader._caches = caches
-    worker._mover = mover
+def engine_with(mover: SlowMover, engine: ToyEngine) -> ToyEngine:
+    (worker,) = engine.workers
+    worker.caches[0] = replace(worker.caches[0], mover=mover)
+    worker.mover = mover
     return engine
 
 
-def test_a_step_is_ordered_behind_saves_only_when_pages_were_taken_back(
-    open_store: OpenStore, open_engine: OpenEngine, mover: SlowMover
-) -> None:
-    engine = engine_with(mover, open_engine(open_store()))
-    worker = engine.workers[0]
+def begin(engine: ToyEngine) -> None:
     engine.add(ToyRequest("one", list(PROMPT), 3))
     engine.step()
     engine.step()
+
+
+def test_a_step_is_ordered_behind_saves_only_if_pages_were_taken_back(toys: Toys) -> None:
+    mover = SlowMover()
+    engine = engine_with(mover, toys.engine())
+    (worker,) = engine.workers
+    begin(engine)
     assert mover.tickets and not any(ticket.read_waits for ticket in mover.tickets)
-    worker.preempt(StepPlan(preempted=True))
-    assert [ticket.read_waits for ticket in mover.tickets] == [1] * len(mover.tickets)
-    worker.preempt(StepPlan())
-    assert [ticket.read_waits for ticket in mover.tickets] == [1] * len(mover.tickets)
+    for preempted in (True, False):
+        worker.preempt(StepPlan(preempted=preempted))
+        assert [ticket.read_waits for ticket in mover.tickets] == [1] * len(mover.tickets)
     mover.go.set()
     engine.run()
+    worker.finished(StepPlan())
     worker.preempt(StepPlan(preempted=True))
     assert mover.tickets[0].read_waits == 1, "its pages are not read any more"
 
 
-class DeviceMover(SlowMover):
-    """As on a device: a save is started in a thread, at a mark of the engine's stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made = 0
-
-    def mark(self) -> Any:
-        self.made += 1
-        return self.made
-
-
-def test_a_save_on_a_device_is_started_beside_the_engine(
-    open_store: OpenStore, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+def test_a_save_on_a_device_is_started_while_the_engine_goes_on(
+    toys: Toys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine goes on while room is looked for; pages that are taken back wait until the copies
-    are started."""
-    store, mover, room = open_store(), DeviceMover(), threading.Event()
-    engine = engine_with(mover, open_engine(store))
-    worker, reserve = engine.workers[0], store.reserve
+    """Pages that are taken back wait until the copies are started."""
+    store, mover, room = toys.store(), SlowMover(on_device=True), threading.Event()
+    engine = engine_with(mover, toys.engine(store))
+    reserve = store.reserve
 
     def slowly(*given: Any, **more: Any) -> Any:
         assert room.wait(60.0)
         return reserve(*given, **more)
 
     monkeypatch.setattr(store, "reserve", slowly)
-    engine.add(ToyRequest("one", list(PROMPT), 3))
-    engine.step()
-    engine.step()
+    begin(engine)
     assert mover.made and not mover.tickets
-    taken_back = threading.Thread(target=worker.preempt, args=(StepPlan(preempted=True),))
+    plan = StepPlan(preempted=True)
+    taken_back = threading.Thread(target=engine.workers[0].preempt, args=(plan,))
     taken_back.start()
     taken_back.join(0.1)
     assert taken_back.is_alive(), "the copies are not started"
@@ -138,40 +125,31 @@ def test_a_save_on_a_device_is_started_beside_the_engine(
     engine.run()
 
 
-def test_pages_that_fall_out_of_a_window_are_yielded_at_every_step(
-    open_store: OpenStore, open_engine: OpenEngine, mover: SlowMover
-) -> None:
-    engine = engine_with(mover, open_engine(open_store()))
+def test_every_step_is_ordered_behind_saves_of_windows(toys: Toys) -> None:
+    """Their pages may fall out of the window."""
+    mover = SlowMover()
+    engine = engine_with(mover, toys.engine())
     engine.workers[0]._drops_pages = True
-    engine.add(ToyRequest("one", list(PROMPT), 3))
-    engine.step()
-    engine.step()
+    begin(engine)
     assert mover.tickets[0].read_waits == 1
     mover.go.set()
     engine.run()
 
 
-def test_large_loads_are_handed_over_in_groups(
-    open_store: OpenStore,
-    open_engine: OpenEngine,
-    mover: SlowMover,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = engine_with(mover, open_engine(open_store()))
+def test_large_loads_are_handed_over_in_parts(toys: Toys, monkeypatch: pytest.MonkeyPatch) -> None:
+    mover = SlowMover()
+    engine = engine_with(mover, toys.engine())
     mover.go.set()
     ask(engine, "cold", PROMPT)
     forget_local(engine)
-    worker = engine.workers[0]
-    assert worker._loader is not None
-    monkeypatch.setattr(page_transfer, "_GROUP_BYTES", 3 * worker._loader._caches[0].block_bytes)
+    block_bytes = engine.workers[0].caches[0].facts.layout.block_bytes
+    monkeypatch.setattr(page_transfer, "_ONBOARD_BYTES", 3 * block_bytes)
     ask(engine, "warm", PROMPT)
     assert sum(mover.onboarded) == FULL_PAGES
     assert mover.onboarded == [3] * (FULL_PAGES // 3) + [FULL_PAGES % 3] * (FULL_PAGES % 3 > 0)
 
 
-def test_closing_lets_go_of_the_memory(
-    open_store: OpenStore, open_engine: OpenEngine, mover: SlowMover
-) -> None:
-    engine = engine_with(mover, open_engine(open_store()))
-    engine.workers[0].close()
+def test_closing_releases_the_memory(toys: Toys) -> None:
+    mover = SlowMover()
+    engine_with(mover, toys.engine()).workers[0].close()
     assert mover.closed == 1

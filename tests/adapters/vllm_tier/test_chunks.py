@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.small_store import BLOCK, settings, space_of
-from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.adapters.vllm_tier.chunks import (
@@ -41,20 +40,19 @@ def transfers(store: kvdepot.Store) -> Iterator[ChunkTransfers]:
     made.close()
 
 
-def job(space: NamespaceHandle, chunks: list[bytes], rows: Sequence[object]) -> ChunkJob:
-    parents = [None, *chunks[:-1]]
-    return ChunkJob(1, "request", chunks, keys_of({0: space}, chunks, parents), rows)
+def job(
+    space: NamespaceHandle, chunks: list[bytes], rows: Sequence[object], *, is_load: bool = False
+) -> ChunkJob:
+    keys = keys_of({0: space}, chunks, [None, *chunks[:-1]])
+    return ChunkJob(1, "request", chunks, keys, rows, is_load)
 
 
-def ended(transfers: ChunkTransfers) -> FinishedJob:
-    found: list[FinishedJob] = []
-
-    def one() -> bool:
-        found.extend(transfers.take())
-        return bool(found)
-
-    until(one)
-    return found[0]
+def ended(transfers: ChunkTransfers, job: ChunkJob) -> FinishedJob:
+    """Submit a job; how it has ended."""
+    transfers.submit(job)
+    transfers.drain()
+    (finished,) = transfers.take()
+    return finished
 
 
 def test_the_chunk_before_is_the_parent() -> None:
@@ -66,7 +64,7 @@ def test_the_chunk_before_is_the_parent() -> None:
     assert places.parent(second, ends) == first
     assert places.parent(other, ends) is None
     assert places.parent(wide, ends) == other
-    ends[tail] = 40  # a part of a chunk, told later
+    ends[tail] = 40  # a part of a chunk, reported later
     assert places.parent(tail, ends) == second
     assert places.parent(chunk(9), ends) is None
 
@@ -83,74 +81,56 @@ def test_a_round_trip(store: kvdepot.Store, transfers: ChunkTransfers) -> None:
     space = space_of(store)
     chunks = [chunk(at) for at in range(6)]
     rows = np.random.default_rng(1).integers(0, 256, (6, BLOCK), np.uint8)
-    transfers.store(job(space, chunks, list(rows)))
-    stored = ended(transfers)
+    stored = ended(transfers, job(space, chunks, list(rows)))
     assert stored.complete and stored.nbytes == rows.nbytes
     targets = np.zeros_like(rows)
-    transfers.load(job(space, chunks, list(targets)))
-    assert ended(transfers).complete
+    assert ended(transfers, job(space, chunks, list(targets), is_load=True)).complete
     assert np.array_equal(targets, rows)
 
 
-def test_what_is_behind_a_gap_does_not_count(
-    store: kvdepot.Store, transfers: ChunkTransfers
-) -> None:
+def test_chunks_after_a_gap_do_not_count(store: kvdepot.Store, transfers: ChunkTransfers) -> None:
     space = space_of(store)
     chunks = [chunk(at) for at in range(4)]
-    rows = [bytearray(BLOCK) for _ in chunks]
-    whole = job(space, chunks, rows)
-    transfers.store(whole)
-    assert ended(transfers).complete
+    whole = job(space, chunks, [bytearray(BLOCK) for _ in chunks])
+    assert ended(transfers, whole).complete
     store.remove(whole.keys[2])
-    transfers.load(whole)
-    found = ended(transfers)
-    assert not found.complete
-    assert list(found.done) == chunks[:2]
+    finished = ended(transfers, replace(whole, is_load=True))
+    assert not finished.complete
+    assert list(finished.done) == chunks[:2]
     assert leading([chunk(1), chunk(2, 1), chunk(3)], [False, True, True]) == [chunk(2, 1)]
 
 
-def test_a_job_ends_whatever_happens(store: kvdepot.Store, transfers: ChunkTransfers) -> None:
+def test_a_job_ends_after_any_error(store: kvdepot.Store, transfers: ChunkTransfers) -> None:
     space = space_of(store)
     good = job(space, [chunk(1)], [bytearray(BLOCK)])
-    for bad in (
-        ChunkJob(1, "r", [chunk(1)], [], [bytearray(BLOCK)]),
-        job(space, [chunk(1)], [bytearray(3)]),
-    ):
-        transfers.store(bad)
-        assert not ended(transfers).complete
-        transfers.load(bad)
-        assert not ended(transfers).complete
+    for bad in (replace(good, keys=[]), replace(good, rows=[bytearray(3)])):
+        assert not ended(transfers, bad).complete
+        assert not ended(transfers, replace(bad, is_load=True)).complete
     store.close()
-    transfers.load(good)
-    assert not ended(transfers).complete
+    assert not ended(transfers, replace(good, is_load=True)).complete
     with pytest.raises(StoreClosedError):
         store.match(good.keys)
 
 
 def test_a_load_that_waited_too_long_does_not_begin(store: kvdepot.Store) -> None:
-    space = space_of(store)
     late = ChunkTransfers(store, 0.0, 1)
-    try:
-        good = job(space, [chunk(1)], [bytearray(BLOCK)])
-        late.store(good)
-        assert ended(late).complete
-        late.load(good)
-        assert not ended(late).complete
-        late.drain()
-    finally:
-        late.close()
+    good = job(space_of(store), [chunk(1)], [bytearray(BLOCK)])
+    assert ended(late, good).complete
+    assert not ended(late, replace(good, is_load=True)).complete
+    late.drain()
+    late.close()
 
 
 def test_loads_are_counted_until_they_are_taken(
     store: kvdepot.Store, transfers: ChunkTransfers
 ) -> None:
-    space = space_of(store)
-    chunks = [chunk(1)]
-    load = replace(job(space, chunks, [np.zeros(BLOCK, np.uint8)]), is_load=True)
-    transfers.store(job(space, chunks, [np.ones(BLOCK, np.uint8)]))
+    stored = job(space_of(store), [chunk(1)], [np.ones(BLOCK, np.uint8)])
+    transfers.submit(stored)
     assert transfers.loads == 0
-    ended(transfers)
-    transfers.load(load)
+    transfers.drain()
+    transfers.take()
+    transfers.submit(replace(stored, is_load=True))
     assert transfers.loads == 1
-    assert ended(transfers).complete
+    transfers.drain()
+    assert [finished.complete for finished in transfers.take()] == [True]
     assert transfers.loads == 0

@@ -26,7 +26,7 @@ DISK = {"path": "/kv", "capacity": "1GiB"}
         ({"ssd": DISK, "root_dir": "/kv"}, "root_dir"),
     ],
 )
-def test_what_is_wrong_is_named(settings: dict[str, Any], name: str) -> None:
+def test_an_invalid_setting_is_named(settings: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(settings)
     assert str(caught.value).startswith(f"secondary_tiers.KVDepotTier.{name}: ")
@@ -59,7 +59,7 @@ def test_loads_go_past_our_memory_unless_set() -> None:
 def spec(**more: Any) -> Any:
     cache = SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=2)
     sizes = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
-    told = {
+    offload = {
         "model": SimpleNamespace(name="m", dtype="float16"),
         "cache": cache,
         "groups": (SimpleNamespace(group_id=3, tokens_per_block=16, layer_names=("a",)),),
@@ -73,7 +73,7 @@ def spec(**more: Any) -> Any:
         "worker_kv_bytes_per_block": 1024,
         **more,
     }
-    return SimpleNamespace(config=SimpleNamespace(**told))
+    return SimpleNamespace(config=SimpleNamespace(**offload))
 
 
 def engine(**more: Any) -> Any:
@@ -89,17 +89,17 @@ def engine(**more: Any) -> Any:
     return SimpleNamespace(model_config=model, cache_config=cache, load_config=load, **more)
 
 
-def tags(settings: dict[str, Any] | None = None, of: Any = None, told: Any = None) -> bytes:
+def tags(settings: dict[str, Any] | None = None, of: Any = None, offload: Any = None) -> bytes:
     config = read({"ssd": DISK, **(settings or {})})
-    found = identify(told or spec(), of or engine(), config, 4096, "0.32")
-    weights = found.known_weights(config)
+    found = identify(offload or spec(), of or engine(), config, 4096, "0.32")
+    weights = found.weights.known(config.weights)
     (group,) = found.namespaces(config, weights).items()
     assert group[0] == 3
     assert group[1].block_tokens == 32
     return group[1].tag
 
 
-def test_whatever_differs_is_another_namespace() -> None:
+def test_each_difference_makes_another_namespace() -> None:
     other_model, quantized, wider = engine(), engine(), engine()
     other_model.model_config.hf_config.to_dict = lambda: {"layers": 3}
     quantized.model_config.quantization = "fp8"
@@ -114,11 +114,11 @@ def test_whatever_differs_is_another_namespace() -> None:
         tags(of=commit),
         tags({"revision": "1"}),
         tags({"tenants": {"a": {"secret_file": __file__}}, "tenant": "a"}),
-        tags(told=spec(kv_cache_layout="BLHNC")),
-        tags(told=spec(worker_kv_bytes_per_block=2048)),
-        tags(told=spec(workers=2)),
-        tags(told=spec(agnostic=True)),
-        tags(told=spec(replicated_layout=True)),
+        tags(offload=spec(kv_cache_layout="BLHNC")),
+        tags(offload=spec(worker_kv_bytes_per_block=2048)),
+        tags(offload=spec(workers=2)),
+        tags(offload=spec(agnostic=True)),
+        tags(offload=spec(replicated_layout=True)),
         tags({"adapters": "a"}, of=engine(lora_config=SimpleNamespace(lora_dtype="auto"))),
     ]
     assert len(set(seen)) == len(seen)
@@ -129,10 +129,10 @@ def test_whatever_differs_is_another_namespace() -> None:
 def test_chunks_that_are_the_same_for_any_workers_are_one_namespace(same: str) -> None:
     one, other = ({same: True, "workers": count} for count in (2, 4))
     other["worker_kv_bytes_per_block"] = 512
-    assert tags(told=spec(**one)) == tags(told=spec(**other))
+    assert tags(offload=spec(**one)) == tags(offload=spec(**other))
 
 
-def test_what_would_be_served_wrong_is_refused() -> None:
+def test_engines_that_would_be_served_wrong_are_refused() -> None:
     with pytest.raises(ConfigError, match="adapters"):
         tags(of=engine(lora_config=SimpleNamespace()))
     colliding = engine()

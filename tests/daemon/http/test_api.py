@@ -18,7 +18,7 @@ from tests.support.http_daemon import HttpDaemon, ask
 from tests.support.waiting import until
 
 import kvdepot
-from kvdepot.cli.report.page import Origin, page
+from kvdepot.cli.report import Origin, Report
 from kvdepot.daemon.http.changes import ChangeRunner, ChangeRunningError
 from kvdepot.daemon.http.guard import BODY_BYTES_MAX, AccessRules, Guard, RateLimit
 from kvdepot.daemon.http.service import HttpSettings
@@ -111,7 +111,7 @@ def test_names_of_sessions_are_for_those_with_the_token(
     for one, hidden in ((open_daemon, True), (daemon, False)):
         keys = prompt(space_of(one.store), 1, 3)
         put(one.store, keys)
-        one.store.session("alice's chat", keys)
+        one.store.sessions.name("alice's chat", keys)
         reply = one.get("/api/sessions?order=busy&limit=5")
         assert reply.json["names_hidden"] is hidden
         assert ("alice" in reply.text) is not hidden
@@ -119,7 +119,7 @@ def test_names_of_sessions_are_for_those_with_the_token(
         assert (listed["blocks"], listed["turns"], listed["tiers"]) == (3, 1, {"dram": 3})
         assert ("alice" in one.get("/api/overview").text) is not hidden
         assert tiers(one.store, keys) == ["dram"] * 3
-        one.store.session("alice's chat", keys)
+        one.store.sessions.name("alice's chat", keys)
         ledger = one.get("/api/ledger")
         assert ledger.json["sessions"][0]["tokens"] == 3 * TOKENS
         assert ("alice" in ledger.text) is not hidden
@@ -219,7 +219,7 @@ def test_bad_requests_get_one_clear_error(daemon: HttpDaemon) -> None:
 
 def test_what_is_not_there_is_not_found(daemon: HttpDaemon) -> None:
     hinted = daemon.ask("POST", "/api/hints", {"deadline_s": 1, "session": "none"})
-    assert (hinted.status, hinted.json["error"]) == (404, "session: is not known")
+    assert (hinted.status, hinted.json["error"]) == (404, "session: not found")
     drained = daemon.ask("POST", "/api/tiers/tape/drain", {"path": "/x"})
     assert (drained.status, drained.json["hint"]) == (404, "this store has dram, ssd")
 
@@ -239,7 +239,7 @@ def test_sessions_are_told_of_and_hinted_at(daemon: HttpDaemon) -> None:
     space = space_of(daemon.store)
     keys = prompt(space, 1, 4)
     put(daemon.store, keys)
-    daemon.store.session("chat", keys)
+    daemon.store.sessions.name("chat", keys)
     listed = daemon.get("/api/sessions").json["sessions"]
     assert [(one["name"], one["namespace"]) for one in listed] == [("chat", space.tag.hex())]
     hinted = daemon.ask("POST", "/api/hints", {"session": "chat", "deadline_s": 5})
@@ -278,7 +278,7 @@ def test_the_page_needs_nothing_from_outside(open_daemon: HttpDaemon) -> None:
 
 def test_reports_and_the_dashboard_have_one_palette(open_daemon: HttpDaemon) -> None:
     style = open_daemon.get("/dashboard.css").text
-    report = page("report", "", [], origin=Origin("c", "v", "m", "d"))
+    report = Report("report", "", []).html(Origin("c", "v", "m", "d"))
     for tier in ("dram", "cxl", "ssd", "hdd", "object"):
         colour = re.search(rf"--{tier}: (#[0-9a-f]{{6}})", style)
         assert colour is not None and colour[0] in report

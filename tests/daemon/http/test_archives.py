@@ -36,7 +36,7 @@ def told(daemon: HttpDaemon) -> list[BlockKey]:
     """A session of four blocks; its name has a slash."""
     keys = prompt(space_of(daemon.store), 1, BLOCKS)
     put(daemon.store, keys)
-    daemon.store.session("chat/1", keys)
+    daemon.store.sessions.name("chat/1", keys)
     return keys
 
 
@@ -66,7 +66,7 @@ def test_a_session_goes_to_another_daemon(daemon: HttpDaemon, tmp_path: Path) ->
         }  # fmt: skip
         space_of(other.store)
         assert tiers(other.store, keys) == ["dram"] * BLOCKS, "every byte is compared"
-        (found,) = other.store.sessions.known()
+        (found,) = other.store.sessions.list()
         assert found["name"] == "chat/1"
 
 
@@ -254,4 +254,4 @@ def test_no_head_ends_as_an_error_of_ours(daemon: HttpDaemon) -> None:
 
     fuzz()
     assert daemon.get("/healthz").status == 200
-    assert daemon.store.check()
+    assert daemon.store.admin.check()

@@ -30,7 +30,7 @@ def daemon(tmp_path: Path) -> Iterator[HttpDaemon]:
     with HttpDaemon(tmp_path, TOKEN) as one:
         keys = prompt(space_of(one.store), 1, 4)
         put(one.store, keys)
-        one.store.session("chat", keys)
+        one.store.sessions.name("chat", keys)
         yield one
 
 
@@ -128,4 +128,4 @@ def test_no_request_ends_as_an_error_of_ours(daemon: HttpDaemon) -> None:
     fuzz()
     assert statuses[200] > 30 and statuses[400] > 30
     assert daemon.get("/healthz").status == 200
-    assert daemon.store.check()
+    assert daemon.store.admin.check()

@@ -9,13 +9,14 @@ from tests.support.daemon_clients import StartDaemon
 from tests.support.http_daemon import ask
 
 import kvdepot
+from kvdepot.cli.command import address
 from kvdepot.cli.main import main
-from kvdepot.cli.serve import parse_address
-from kvdepot.cli.stats import duration, lines
+from kvdepot.cli.stats import screen
 from kvdepot.testing.store_contract import TOKENS, prompt, put, space_of, tiers
 
 Seen = pytest.CaptureFixture[str]
-HTTP = ("--http", "127.0.0.1:0", "--prefill-tokens-per-s", "10", "--gpu-watts", "700")
+SPEED, WATTS = "ledger.prefill_tokens_per_s=10", "ledger.gpu_watts=700"
+HTTP = ("--http", "127.0.0.1:0", "--set", SPEED, "--set", WATTS)
 
 
 @pytest.mark.slow
@@ -27,8 +28,8 @@ def test_a_daemon_is_watched(start_daemon: StartDaemon, capsys: Seen) -> None:
         put(store, keys)
         assert len(store.match(keys)) == 5
         assert tiers(store, keys) == ["dram"] * 5
-        store.session("chat", keys)
-        store.session("chat 2", keys[:3])
+        store.sessions.name("chat", keys)
+        store.sessions.name("chat 2", keys[:3])
         assert store.flush()
         text = ask(url, "GET", "/metrics").text
         assert ask(url, "GET", "/readyz").json == {"ready": True}
@@ -60,11 +61,8 @@ def test_a_daemon_is_watched(start_daemon: StartDaemon, capsys: Seen) -> None:
     assert told["metrics"]['kvdepot_get_tokens_total{tier="dram"}'] == 5 * TOKENS
     assert told["derived"]["gpu_seconds"] == 0.5 * TOKENS
     assert {one["name"] for one in told["sessions_shown"]["busy"]} == {"chat", "chat 2"}
-    (shared,) = told["prefixes_shown"]
-    assert (shared["sessions"], shared["tokens"], shared["tiers"]) == (2, 3 * TOKENS, {"dram": 3})
     for shown in (screen, top):
         assert "hit ratio 100.0%" in shown and "chat" in shown and "\x1b" not in shown
-        assert shared["prefix"] in shown
         assert max(map(len, shown.splitlines())) <= 80
     assert watched["flow_bytes_per_s"] == {"dram": 0.0, "ssd": 0.0}
     assert daemon.stop() == 0
@@ -78,10 +76,10 @@ def test_options_that_would_do_nothing_are_refused(tmp_path: Path, capsys: Seen)
 
 @pytest.mark.parametrize("text", ["9400", "host", ":1", "a:", "a:-1", "a:65536", "a:x", "a:¹"])
 def test_addresses(text: str) -> None:
-    assert parse_address("127.0.0.1:0") == ("127.0.0.1", 0)
-    assert parse_address("[::1]:9400") == ("::1", 9400)
-    with pytest.raises(ValueError, match="is not an address"):
-        parse_address(text)
+    assert address("127.0.0.1:0") == ("127.0.0.1", 0)
+    assert address("[::1]:9400") == ("::1", 9400)
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
+        address(text)
 
 
 def test_a_daemon_that_is_not_there_is_named(tmp_path: Path, capsys: Seen) -> None:
@@ -101,12 +99,8 @@ def test_an_address_in_use_is_said(tmp_path: Path, capsys: Seen) -> None:
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
-def test_durations_are_short() -> None:
-    seconds = (0.0, 45.0, 720.0, 12600.0, 864000.0)
-    assert [duration(each) for each in seconds] == ["0 s", "45 s", "12 min", "3.5 h", "10.0 d"]
-
-
 def test_screens_fit_narrow_terminals(tmp_path: Path) -> None:
     with kvdepot.open(dram={"capacity": "2MiB", "prefault": False}) as store:
         for columns in (40, 80):
-            assert max(len(line) for line in lines(store.stats(), {}, columns)) <= columns
+            shown = screen(store.stats(), columns=columns)
+            assert max(map(len, shown.splitlines())) <= columns

@@ -21,27 +21,28 @@ def test_a_session_is_kept_and_let_go(tmp_path: Path) -> None:
     with HttpDaemon(tmp_path, TOKEN) as daemon:
         keys = prompt(space_of(daemon.store), 1, 4)
         put(daemon.store, keys)
-        daemon.store.session("chat", keys)
+        daemon.store.sessions.name("chat", keys)
         named = {"session": "chat"}
         pinned = daemon.ask("POST", "/api/sessions/pin", {**named, "for_s": 60}).json
         assert pinned["kept"] and pinned["blocks"] == 4
         (shown,) = daemon.ask("POST", "/api/sessions/show", named).json["sessions"]
-        assert shown["contract"]["until_s"] == pinned["until_s"]
+        assert shown["pin"]["until_s"] == pinned["until_s"]
         (listed,) = daemon.get("/api/sessions").json["sessions"]
-        assert listed["contract"] == shown["contract"]
+        assert listed["pin"] == shown["pin"]
         both = daemon.ask("POST", "/api/sessions/pin", {**named, "for_s": 60, "until_s": 4e9})
         assert both.status == 400 and "not both" in both.json["error"]
-        assert daemon.ask("POST", "/api/sessions/park", named).json["freed"] == 4
-        assert daemon.ask("POST", "/api/sessions/warm", named).json["wanted"] == 4
-        assert daemon.ask("POST", "/api/sessions/unpin", named).json == {"contracts_ended": 1}
-        assert daemon.ask("POST", "/api/sessions/expire", named).json["blocks"] == 4
+        assert daemon.ask("POST", "/api/sessions/evict-to-disk", named).json["freed"] == 4
+        assert daemon.ask("POST", "/api/sessions/prefetch", named).json["wanted"] == 4
+        assert daemon.ask("POST", "/api/sessions/unpin", named).json == {"pins_ended": 1}
+        closed = {**named, "state": "closed"}
+        assert daemon.ask("POST", "/api/sessions/state", closed).json["blocks"] == 4
         assert daemon.get("/api/sessions").json["sessions"] == []
 
 
 def test_the_ledger(tmp_path: Path) -> None:
     with HttpDaemon(tmp_path, TOKEN) as daemon:
         space = space_of(daemon.store)
-        daemon.store.sessions.tell_prefill(space.tag.hex(), 0.5)
+        daemon.store.admin.report_prefill_speed(space.tag.hex(), 0.5)
         keys = prompt(space, 1, 4)
         put(daemon.store, keys)
         assert tiers(daemon.store, keys) == ["dram"] * 4

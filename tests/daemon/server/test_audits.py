@@ -9,11 +9,9 @@ from tests.support.daemon_clients import StartDaemon
 
 import kvdepot
 from kvdepot.cli.main import main
-from kvdepot.core.audit import AuditFinding, producer_id
+from kvdepot.core.audit import AuditFinding
 from kvdepot.core.block import BlockKey, PutResult
-from kvdepot.daemon.client import connections
-from kvdepot.daemon.wire.versions import PROTOCOL_OLDEST
-from kvdepot.errors import ConfigError, DaemonError
+from kvdepot.errors import ConfigError
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import prompt, put, small, space_of, tiers
 
@@ -102,7 +100,7 @@ def test_of_a_store_without_a_daemon(tmp_path: Path, capsys: Seen) -> None:
     with kvdepot.open(**settings) as store:
         space_of(store)
         assert len(store.match(keys)) == 0
-        assert not store.audits.known()["quarantined"]
+        assert not store.audits.list()["quarantined"]
 
 
 def test_producers_travel_with_the_blocks(daemon: DaemonProcess) -> None:
@@ -115,7 +113,7 @@ def test_producers_travel_with_the_blocks(daemon: DaemonProcess) -> None:
         found = {}
         for number in (1, 2):
             store.audits.report(failed(prompt(space, number, 1)[0]))
-            (one,) = store.audits.known()["quarantined"]
+            (one,) = store.audits.list()["quarantined"]
             found[number] = one["made_by"]
             store.audits.lift(one["namespace"])
         assert found == {1: "unknown", 2: "engine 1"}
@@ -128,13 +126,3 @@ def test_a_namespace_that_does_not_exist(daemon: DaemonProcess) -> None:
         with pytest.raises(ConfigError, match="tag"):
             store.audits.lift("nonsense")
         assert len(store.match(prompt(space_of(store), 1, 1))) == 0, "the connection goes on"
-
-
-def test_a_daemon_of_before(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine starts all the same; a finding that cannot be told is an error, for its log."""
-    old = connections._SPOKEN._replace(newest=PROTOCOL_OLDEST)
-    monkeypatch.setattr(connections, "_SPOKEN", old)
-    with kvdepot.open(daemon.address) as store:
-        assert store.audits.producer("engine 1") == producer_id("engine 1")
-        with pytest.raises(DaemonError, match="AUDITS came with 6"):
-            store.audits.known()

@@ -8,11 +8,11 @@ import pytest
 
 import kvdepot
 from kvdepot.core.block import BlockKey
-from kvdepot.core.depot import Depot
-from kvdepot.daemon.client import get, lease
+from kvdepot.daemon.client import connections, lease, remote
 from kvdepot.daemon.client.connections import Link
-from kvdepot.daemon.wire import messages
+from kvdepot.daemon.wire import frames
 from kvdepot.daemon.wire.frames import FrameKind
+from kvdepot.depot import Depot
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of
 
@@ -41,16 +41,16 @@ def times(keys: list[BlockKey], monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     def spy(link: Link, kind: FrameKind, body: bytes = b"", flags: int = 0) -> int:
         if kind is FrameKind.FETCH:
-            given.append(messages.split(messages.Fetch, memoryview(body))[0].timeout_s)
+            given.append(frames.split(frames.Fetch, memoryview(body))[0].timeout_s)
         if kind is FrameKind.DELIVER:
-            given.append(messages.Deliver.parse(memoryview(body)).timeout_s)
+            given.append(frames.Deliver.parse(memoryview(body)).timeout_s)
         return send(link, kind, body, flags)
 
     ticks = itertools.count(0.0, TIME_S / 2)
     clock = SimpleNamespace(monotonic=lambda: next(ticks))
     monkeypatch.setattr(Link, "send", spy)
-    monkeypatch.setattr(get, "KEYS_MAX", A_FRAME)
-    monkeypatch.setattr(get, "time", clock)
+    monkeypatch.setattr(connections, "KEYS_MAX", A_FRAME)
+    monkeypatch.setattr(remote, "time", clock)
     monkeypatch.setattr(lease, "time", clock)
     return given
 

@@ -14,8 +14,7 @@ from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.core.block import ANSWERS, PutResult
-from kvdepot.daemon.wire.frames import Flag, FrameKind, pack
-from kvdepot.daemon.wire.messages import Fetch, Number, Seconds
+from kvdepot.daemon.wire.frames import Fetch, Flag, FrameKind, Number, Seconds, pack
 from kvdepot.errors import DaemonError
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
@@ -41,7 +40,7 @@ def test_a_killed_client_leaves_nothing(daemon: DaemonProcess) -> None:
         assert store.flush()
         record = BLOCK_BYTES // 4096 * 4096 + 8192
         assert store.stats()["tiers"]["dram"]["used_bytes"] == 12 * record
-        assert store.check()
+        assert store.admin.check()
         space = space_of(store)
         keys = prompt(space, 1000, 5)
         assert put(store, keys) == [PutResult.STORED] * 5, "the slots were not sealed"
@@ -63,7 +62,7 @@ def test_a_client_may_vanish_at_any_instant(daemon: DaemonProcess, seed: int) ->
                 (FrameKind.FETCH, Fetch(0, 0, False, 2.0).body() + b"".join(keys)),
                 (FrameKind.FETCH, Fetch(0, 8200, True, 2.0).body() + b"".join(keys[20:])),
                 (FrameKind.RESERVE, Seconds(0.01).body() + b"".join(fresh)),
-                (FrameKind.TOUCH, b"".join(keys)),
+                (FrameKind.LEASE, b"".join(keys)),
             ]
             with RawClient(daemon.socket) as client:
                 client.register(space)
@@ -74,7 +73,7 @@ def test_a_client_may_vanish_at_any_instant(daemon: DaemonProcess, seed: int) ->
         assert eventually(lambda: held(store) == (0, 0, 1))
         assert eventually(lambda: not store.stats()["staging_bytes"])
         assert None not in tiers(store, keys)
-        assert store.check()
+        assert store.admin.check()
 
 
 def test_a_stalled_client_keeps_nobody_waiting(daemon: DaemonProcess) -> None:
@@ -101,7 +100,7 @@ def test_a_stalled_client_keeps_nobody_waiting(daemon: DaemonProcess) -> None:
             more = prompt(space, 2, 5)
             assert all(put(store, more))
         assert eventually(lambda: held(store) == (0, 0, 1))
-        assert store.check()
+        assert store.admin.check()
 
 
 def fill_pipe(client: RawClient, data: bytes) -> int:

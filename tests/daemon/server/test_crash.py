@@ -31,7 +31,7 @@ def check_clean(store: kvdepot.Depot) -> None:
     counters = stats["counters"]
     assert counters["quarantined"] == counters["read_failed"] == counters["write_failed"] == 0
     assert stats["daemon"]["counters"]["malformed"] == 0
-    report = store.check()
+    report = store.admin.check()
     assert report.findings == []
 
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 
 import kvdepot
-from kvdepot.core.depot import Arrival, Depot
+from kvdepot.core.depot import Arrival
+from kvdepot.depot import Depot
 from kvdepot.testing.daemons import DaemonStore, open_daemon
 from kvdepot.testing.images import payload_for
 from kvdepot.testing.store_contract import (
@@ -55,7 +56,7 @@ def depot(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[OpenDepot]
 def store(depot: OpenDepot) -> Iterator[Depot]:
     with depot() as opened:
         yield opened
-        assert opened.check().findings == []
+        assert opened.admin.check().findings == []
 
 
 def fill(store: Depot) -> dict[str, list[Any]]:
@@ -95,7 +96,7 @@ def test_what_is_below_says_so(store: Depot) -> None:
 def test_layers_come_from_below(store: Depot) -> None:
     for key in fill(store)["cxl"][:8]:
         target = bytearray(LAYER_BYTES)
-        assert store.get(key, target, layers=range(1, 2))
+        assert store.get_many([key], [target], layers=range(1, 2))[0]
         assert target == payload_for(key, BLOCK_BYTES)[LAYER_BYTES : 2 * LAYER_BYTES]
 
 

@@ -23,7 +23,7 @@ from kvdepot.errors import ConfigError, DaemonError
 from kvdepot.testing.clocks import ManualClock
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
+from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers, touch
 
 AWAY = GetResult(None, "failed")
 
@@ -32,7 +32,7 @@ def check_away(store: kvdepot.Depot, keys: list[kvdepot.BlockKey]) -> None:
     """Every call has an answer, and none of them raises."""
     assert store.get_many(keys, [bytearray(BLOCK_BYTES) for _ in keys]) == [AWAY] * len(keys)
     assert put(store, keys) == [PutResult.THROTTLED] * len(keys)
-    assert len(store.match(keys)) == store.touch(keys) == store.remove(keys) == 0
+    assert len(store.match(keys)) == touch(store, keys) == store.remove(keys) == 0
     with store.lease(keys) as lease:
         assert len(lease) == 0
         assert lease.deliver(lambda _: None) == []
@@ -41,8 +41,8 @@ def check_away(store: kvdepot.Depot, keys: list[kvdepot.BlockKey]) -> None:
         assert slots.view(0) is None
         slots.seal()
     assert not store.flush()
-    assert not store.check()
-    assert store.remove_namespace(space_of(store)) == 0
+    assert not store.admin.check()
+    assert store.remove(namespace=space_of(store)) == 0
     assert store.memory == ()
     told = store.stats()["client"]
     assert not told["is_attached"]
@@ -65,7 +65,7 @@ def test_without_a_daemon_everything_is_a_miss_and_with_one_it_is_not(
         assert put(store, prompt(space_of(store), 2, 3)) == [PutResult.STORED] * 3
         client = store.stats()["client"]
         assert (client["attached"], client["lost"], client["is_attached"]) == (2, 1, True)
-        assert store.check()
+        assert store.admin.check()
 
 
 def test_a_restart_in_a_quiet_moment_is_not_noticed(daemon: DaemonProcess) -> None:
@@ -171,7 +171,7 @@ def test_a_hang_does_not_let_a_slot_be_used_by_two(daemon: DaemonProcess) -> Non
             slots.close()
             assert eventually(lambda: len(other.stats()["daemon"]["sessions"]) == 1)
             assert len(other.match(keys)) == 0
-            assert other.check()
+            assert other.admin.check()
 
 
 def test_attempts_to_attach_get_rarer(tmp_path: Path, start_daemon: StartDaemon) -> None:
@@ -194,14 +194,14 @@ def test_a_new_daemon_with_less_room_refuses_what_does_not_fit(start_daemon: Sta
     with kvdepot.open(daemon.address) as store:
         big = store.namespace(model="big", layout=kvdepot.KVLayout.opaque(600 << 10, 8))
         (key,) = big.keys(range(8))
-        assert store.put(key, bytes(600 << 10))
+        assert store.put_many([key], [bytes(600 << 10)])[0]
         daemon.kill()
         toml = daemon.socket.parent / "daemon.toml"
         text = toml.read_text().replace('capacity = "2MiB"', 'capacity = "512KiB"')
         toml.write_text(text)
         daemon.start()
-        assert store.put(key, bytes(600 << 10)) is PutResult.REFUSED
-        assert not store.get(key, bytearray(600 << 10))
+        assert store.put_many([key], [bytes(600 << 10)])[0] is PutResult.REFUSED
+        assert not store.get_many([key], [bytearray(600 << 10)])[0]
         assert "dram.capacity" in store.stats()["client"]["reason"]
 
 

@@ -14,20 +14,19 @@ from tests.support.waiting import until
 import kvdepot
 from kvdepot.config.settings import load
 from kvdepot.core.log import RateLimitedLog
-from kvdepot.daemon.server import connection as server_side
+from kvdepot.daemon.server import daemon as server_side
 from kvdepot.daemon.server.daemon import Daemon
 from kvdepot.daemon.server.listener import Listener
 from kvdepot.daemon.server.requests import RequestHandler
-from kvdepot.daemon.wire.frames import FrameKind
-from kvdepot.daemon.wire.messages import Number, Seconds
+from kvdepot.daemon.wire.frames import FrameKind, Number, Seconds
 from kvdepot.testing.store_contract import prompt, put, small, space_of, tiers
 
 ERRORS = [OverflowError, KeyError, MemoryError]
 VERBS = [
     ("_match", FrameKind.MATCH, b""),
-    ("_touch", FrameKind.TOUCH, b""),
+    ("_where", FrameKind.WHERE, Number(1).body()),
     ("_stats", FrameKind.STATS, b""),
-    ("_check", FrameKind.CHECK, Number(0).body()),
+    ("_service", FrameKind.SERVICE, b"{}"),
     ("_flush", FrameKind.FLUSH, Seconds(1.0).body()),
 ]
 """Some that the loop serves itself, and some that worker threads serve."""

@@ -12,15 +12,24 @@ from tests.support.stores import settings
 from tests.support.waiting import eventually
 
 import kvdepot
+from kvdepot.core.admin import DepotAdmin, DepotVolumes
+from kvdepot.core.audit import DepotAudits
 from kvdepot.core.block import BlockKey
-from kvdepot.core.depot import Depot
 from kvdepot.core.first_token import FirstToken, Reason
-from kvdepot.daemon.client import connections
-from kvdepot.daemon.client.remote import RemoteStore
-from kvdepot.daemon.wire.frames import FrameKind
-from kvdepot.daemon.wire.messages import Hinted, Seconds
+from kvdepot.core.sessions import DepotSessions
+from kvdepot.daemon.client.services import (
+    RemoteAdmin,
+    RemoteAudits,
+    RemoteSessions,
+    RemoteVolumes,
+)
+from kvdepot.daemon.wire.frames import FrameKind, Hinted, Seconds
+from kvdepot.depot import Depot
 from kvdepot.errors import ConfigError
-from kvdepot.store.store import Store
+from kvdepot.store.admin import StoreAdmin
+from kvdepot.store.audits import AuditService
+from kvdepot.store.drives.maintenance import VolumeMaintenance
+from kvdepot.store.sessions.service import SessionService
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import LAYOUT, MANY, prompt, put, small, space_of, tiers
 
@@ -60,15 +69,23 @@ def hinting(store: Depot) -> list[int]:
     return [session["hints"] for session in store.stats()["daemon"]["sessions"]]
 
 
-@pytest.mark.parametrize("kind", [Store, RemoteStore])
-def test_both_stores_have_every_method_of_a_depot(kind: type[Depot]) -> None:
-    for name, method in inspect.getmembers(Depot):
-        if name.startswith("_"):
-            continue
-        twin = getattr(kind, name)
-        assert inspect.getdoc(twin), name
-        if inspect.isfunction(method):
-            mine, its = inspect.signature(method), inspect.signature(twin)
+@pytest.mark.parametrize(
+    ("service", "kinds"),
+    [
+        (DepotSessions, (SessionService, RemoteSessions)),
+        (DepotVolumes, (VolumeMaintenance, RemoteVolumes)),
+        (DepotAudits, (AuditService, RemoteAudits)),
+        (DepotAdmin, (StoreAdmin, RemoteAdmin)),
+    ],
+)
+def test_both_stores_have_the_calls_of_every_service(
+    service: type[object], kinds: tuple[type[object], ...]
+) -> None:
+    calls = [one for one in inspect.getmembers(service, inspect.isfunction) if one[0][0] != "_"]
+    assert 4 <= len(calls) <= 12
+    for name, call in calls:
+        for kind in kinds:
+            mine, its = inspect.signature(call), inspect.signature(getattr(kind, name))
             assert list(mine.parameters.values()) == list(its.parameters.values()), name
 
 
@@ -80,7 +97,7 @@ def test_first_tokens_are_told_to_the_daemon(start_daemon: StartDaemon, tmp_path
     ]
     with kvdepot.open(daemon.address) as store:
         for first in told:
-            store.report_first_token(first)
+            store.admin.report_first_token(first)
         assert eventually(lambda: len(store.stats()["first_tokens"]["latest"]) == 2)
         found = store.stats()["first_tokens"]
     assert found["decisions"] == {"split": 1, "prefill_unknown": 1}
@@ -88,30 +105,17 @@ def test_first_tokens_are_told_to_the_daemon(start_daemon: StartDaemon, tmp_path
     assert found["latest"][1]["why"] == Reason.SPLIT.value
 
 
-def test_a_daemon_from_before_is_not_told(
-    start_daemon: StartDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would hang up: the client has agreed on protocol 5 with it."""
-    daemon = start_daemon(**settings(tmp_path))
-    monkeypatch.setattr(connections, "_SPOKEN", connections._SPOKEN._replace(newest=5))
-    with kvdepot.open(daemon.address) as store:
-        store.report_first_token(FirstToken(1, 0, 1.0, 1.0, 1.0, Reason.RECOMPUTE))
-        stats = store.stats()
-        assert stats["first_tokens"]["latest"] == []
-        assert stats["daemon"]["counters"]["malformed"] == 0
-
-
 def test_what_was_hinted_at_comes_from_memory(start_daemon: StartDaemon, tmp_path: Path) -> None:
     keys = on_the_hard_drive(tmp_path)
     daemon = start_daemon(**settings(tmp_path))
     with kvdepot.open(daemon.address) as store:
         space_of(store)
-        hint = store.hint(keys, 20.0)
+        hint = store.prefetch(keys, 20.0)
         assert hint.wait(60.0)
         assert (hint.wanted, hint.brought) == (BLOCKS, BLOCKS)
         assert tiers(store, keys) == ["dram"] * BLOCKS
         assert store.stats()["counters"]["get_hdd"] == 0
-        again = store.hint(keys, 20.0)
+        again = store.prefetch(keys, 20.0)
         assert again.wait(0.0) and again.wanted == again.brought == 0
 
 
@@ -124,14 +128,14 @@ def test_a_session_is_hinted_at_by_another_client(
     with kvdepot.open(daemon.address) as engine, kvdepot.open(daemon.address) as gateway:
         space_of(engine)
         space_of(gateway)
-        assert engine.session("chat", keys, "pending") == BLOCKS
-        gateway.namespace(model="m", layout=LAYOUT, tenant="b", secret=b"2" * 16)
-        assert gateway.hint("chat", 20.0, tenant="b").wanted == 0
-        hint = gateway.hint("chat", 20.0)
+        assert engine.sessions.name("chat", keys, "pending") == BLOCKS
+        other = gateway.namespace(model="m", layout=LAYOUT, tenant="b", secret=b"2" * 16)
+        assert gateway.sessions.prefetch("chat", namespace=other.tag.hex()).wanted == 0
+        hint = gateway.sessions.prefetch("chat", 20.0)
         assert hint.wait(60.0) and hint.brought == BLOCKS
         assert tiers(engine, keys) == ["dram"] * BLOCKS
-        assert gateway.session("chat", state="closed") == BLOCKS
-        assert engine.session("chat") == 0
+        assert gateway.sessions.name("chat", state="closed") == BLOCKS
+        assert engine.sessions.name("chat") == 0
 
 
 @pytest.mark.slow
@@ -143,8 +147,8 @@ def test_a_hint_is_called_off_by_its_client_or_with_it(
     daemon = start_daemon(**emulated(tmp_path, CRAWLING))
     with kvdepot.open(daemon.address) as store:
         space_of(store)
-        store.hint(busy[-1:], 60.0)
-        hint = store.hint(keys, 60.0)
+        store.prefetch(busy[-1:], 60.0)
+        hint = store.prefetch(keys, 60.0)
         assert sum(hinting(store)) == 2
         hint.cancel()
         assert hint.wait(60.0)
@@ -156,7 +160,7 @@ def test_a_hint_is_called_off_by_its_client_or_with_it(
             assert max(hinting(store)) == 1
         assert eventually(lambda: hinting(store) == [0])
         assert store.match(keys).tiers == ("plugin",) * BLOCKS
-        assert store.check(deep=False)
+        assert store.admin.check(deep=False)
 
 
 @pytest.mark.slow
@@ -165,34 +169,34 @@ def test_hints_of_a_client_are_limited(start_daemon: StartDaemon, tmp_path: Path
     daemon = start_daemon(**emulated(tmp_path, CRAWLING))
     with kvdepot.open(daemon.address) as store:
         space_of(store)
-        hints = [store.hint(busy, 60.0), *[store.hint(keys[-1:], 60.0) for _ in range(70)]]
+        hints = [store.prefetch(busy, 60.0), *[store.prefetch(keys[-1:], 60.0) for _ in range(70)]]
         assert [hint.wanted for hint in hints] == [BLOCKS, *[1] * 63, *[0] * 7]
         assert store.stats()["daemon"]["counters"]["limited"] == 7
         for hint in hints:
             hint.cancel()
-        assert store.hint(keys[:1], 60.0).wanted == 1
+        assert store.prefetch(keys[:1], 60.0).wanted == 1
 
 
 def test_a_prompt_of_many_frames(daemon: DaemonProcess) -> None:
     with kvdepot.open(daemon.address) as store:
         keys = prompt(space_of(store), 1, MANY)
         assert put(store, keys[:20]) and store.flush()
-        assert store.session("chat", keys) == 20
-        assert store.session("chat", state="pending") == 20
-        assert store.session("chat", keys, "closed") == 20
-        assert store.session("chat") == 0
-        assert store.hint(keys, 20.0).wait(60.0)
+        assert store.sessions.name("chat", keys) == 20
+        assert store.sessions.name("chat", state="pending") == 20
+        assert store.sessions.name("chat", keys, "closed") == 20
+        assert store.sessions.name("chat") == 0
+        assert store.prefetch(keys, 20.0).wait(60.0)
 
 
 def test_mistakes_are_the_callers(daemon: DaemonProcess) -> None:
     with kvdepot.open(daemon.address) as store:
         keys = prompt(space_of(store), 1, 1)
         with pytest.raises(ConfigError, match="not one of alive, pending, closed"):
-            store.session("chat", keys, "asleep")
+            store.sessions.name("chat", keys, "asleep")
         with pytest.raises(ConfigError, match="text of 1 to"):
-            store.session("", keys)
+            store.sessions.name("", keys)
         with pytest.raises(ConfigError, match="deadline_s"):
-            store.hint(keys, -1.0)
+            store.prefetch(keys, -1.0)
         assert store.stats()["client"]["lost"] == 0
 
 
@@ -201,13 +205,13 @@ def test_without_a_daemon_nothing_is_brought(start_daemon: StartDaemon, tmp_path
     with kvdepot.open(daemon.address) as store:
         keys = prompt(space_of(store), 1, 3)
         put(store, keys)
-        hint = store.hint(keys, 300.0)
+        hint = store.prefetch(keys, 300.0)
         daemon.kill()
         assert hint.wait(60.0) and hint.brought == 0
         hint.cancel()
-        assert store.session("chat", keys) == 0
-        assert store.hint(keys, 30.0).wait(0.0)
-        assert store.hint("chat", 30.0).wanted == 0
+        assert store.sessions.name("chat", keys) == 0
+        assert store.prefetch(keys, 30.0).wait(0.0)
+        assert store.sessions.prefetch("chat", 30.0).wanted == 0
 
 
 def test_names_outlive_the_daemon(start_daemon: StartDaemon) -> None:
@@ -215,11 +219,11 @@ def test_names_outlive_the_daemon(start_daemon: StartDaemon) -> None:
     with kvdepot.open(daemon.address) as store:
         keys = prompt(space_of(store), 1, 3)
         assert put(store, keys) and store.flush()
-        assert store.session("chat", keys) == 3
+        assert store.sessions.name("chat", keys) == 3
         assert daemon.stop() == 0
         daemon.start()
         assert eventually(lambda: len(store.match(keys)) == 3)
-        assert store.session("chat") == 3
+        assert store.sessions.name("chat") == 3
 
 
 class TestChanges:
@@ -238,38 +242,38 @@ class TestChanges:
             for keys in chains:
                 assert all(put(store, keys)) and store.flush()
             room = store.stats()["tiers"]["ssd"]["capacity_bytes"]
-            store.add_drive("ssd", tmp_path / "c")
+            store.volumes.add("ssd", tmp_path / "c")
             assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == room * 3 // 2
-            assert store.drain_drive("ssd", tmp_path / "a") > 0
+            assert store.volumes.drain("ssd", tmp_path / "a") > 0
             assert not list((tmp_path / "a").glob("segment-*"))
-            store.resize("ssd", "24MiB")
+            store.volumes.resize("ssd", "24MiB")
             assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 24 << 20
-            store.set_write_mode("ssd", "write-through")
+            store.volumes.set_write_mode("ssd", "write-through")
             assert [None in tiers(store, keys) for keys in chains] == [False] * 12
-            assert store.check()
+            assert store.admin.check()
 
     def test_mistakes_are_told_as_a_store_tells_them(
         self, daemon: DaemonProcess, tmp_path: Path
     ) -> None:
         with kvdepot.open(daemon.address) as store:
             with pytest.raises(ConfigError, match="not one of this store's volumes"):
-                store.drain_drive("ssd", tmp_path / "nowhere")
+                store.volumes.drain("ssd", tmp_path / "nowhere")
             with pytest.raises(ConfigError, match="no such tier"):
-                store.add_drive("hdd", tmp_path / "c")
+                store.volumes.add("hdd", tmp_path / "c")
             with pytest.raises(ConfigError, match="mapped by all who use it") as caught:
-                store.resize("dram", "1GiB")
+                store.volumes.resize("dram", "1GiB")
             assert "settings" in caught.value.hint
             with pytest.raises(ConfigError, match="is not a size"):
-                store.resize("ssd", "much")
+                store.volumes.resize("ssd", "much")
             with pytest.raises(ConfigError, match="write-back, write-through"):
-                store.set_write_mode("ssd", "often")
+                store.volumes.set_write_mode("ssd", "often")
             (tmp_path / "file").write_text("")
             with pytest.raises(ConfigError):
-                store.add_drive("ssd", tmp_path / "file")
+                store.volumes.add("ssd", tmp_path / "file")
             assert store.stats()["client"]["lost"] == 0
 
     def test_without_a_daemon_they_fail_aloud(self, daemon: DaemonProcess) -> None:
         with kvdepot.open(daemon.address) as store:
             daemon.kill()
             with pytest.raises(kvdepot.errors.DaemonError, match="did not answer"):
-                store.resize("ssd", "24MiB")
+                store.volumes.resize("ssd", "24MiB")

@@ -1,12 +1,14 @@
 """Frames that make no sense cost their sender the connection, and nobody else anything."""
 
 import contextlib
+import json
 import os
 import random
 import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +19,13 @@ from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.core.namespace import FORMAT_VERSION
-from kvdepot.daemon.wire.frames import FRAME_BYTES_MAX, KEYS_MAX, FrameKind
-from kvdepot.daemon.wire.messages import (
+from kvdepot.daemon.wire.frames import (
+    FRAME_BYTES_MAX,
+    KEYS_MAX,
     Deliver,
     Fetch,
     FirstTokenTold,
+    FrameKind,
     HintBySession,
     Number,
     Register,
@@ -33,11 +37,18 @@ from kvdepot.daemon.wire.messages import (
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, small, space_of, tiers
 
-SLOW = (FrameKind.CHECK, FrameKind.FLUSH, FrameKind.REMOVE_NAMESPACE)
+SLOW = (FrameKind.SERVICE, FrameKind.FLUSH, FrameKind.REMOVE_NAMESPACE)
 QUESTIONS = [kind for kind in FrameKind if kind < FrameKind.WELCOME]
 KEY = bytes(32)
 EMPTY = np.empty(0, "<u4")
 NAN, FOREVER = float("nan"), float("inf")
+
+
+def call(service: str, which: str, /, **given: Any) -> bytes:
+    """The body of SERVICE."""
+    return json.dumps({"service": service, "call": which, "given": given}).encode()
+
+
 NONSENSE: list[tuple[FrameKind, bytes]] = [
     (FrameKind.HELLO, hello()),
     (FrameKind.TAKEN, b""),
@@ -62,12 +73,10 @@ NONSENSE: list[tuple[FrameKind, bytes]] = [
     (FrameKind.SEAL, Number(99).body() + struct.pack("<I", 0)),
     (FrameKind.SEAL, Number(99).body() + b"abc"),
     (FrameKind.ABANDON, b""),
-    (FrameKind.TOUCH, b"x"),
     (FrameKind.REMOVE, b"x"),
     (FrameKind.REMOVE_NAMESPACE, b"short"),
     (FrameKind.FLUSH, Seconds(NAN).body()),
     (FrameKind.FLUSH, b""),
-    (FrameKind.CHECK, b""),
     (FrameKind.STATS, b"x"),
     (FrameKind.HAS_SECRET, b"\xff\xfe"),
     (FrameKind.HINT, b"short"),
@@ -89,12 +98,16 @@ NONSENSE: list[tuple[FrameKind, bytes]] = [
     (FrameKind.SESSION, SessionUpdate(bytes(8), 1, 4, 0).body() + b"name" + KEY[1:]),
     (FrameKind.SESSION, SessionUpdate(b"others..", 1, 4, 0).body() + b"name" + KEY),
     (FrameKind.SESSION, SessionUpdate(bytes(8), 1, 4, 0).body() + b"name" + KEY * (KEYS_MAX + 1)),
-    (FrameKind.CHANGE, b""),
-    (FrameKind.CHANGE, b"[" * 1000),
-    (FrameKind.CHANGE, b"[]"),
-    (FrameKind.CHANGE, b'{"call": "close", "tier": "ssd", "value": ""}'),
-    (FrameKind.CHANGE, b'{"call": "resize", "tier": "ssd", "value": 1}'),
-    (FrameKind.CHANGE, b'{"call": "resize", "tier": "ssd", "value": "1GiB", "more": ""}'),
+    (FrameKind.SERVICE, b""),
+    (FrameKind.SERVICE, b"[" * 1000),
+    (FrameKind.SERVICE, b"[]"),
+    (FrameKind.SERVICE, call("volumes", "close")),
+    (FrameKind.SERVICE, call("volumes", "__init__")),
+    (FrameKind.SERVICE, call("engine", "remove")),
+    (FrameKind.SERVICE, call("volumes", "resize", tier="ssd", capacity=1)),
+    (FrameKind.SERVICE, call("volumes", "resize", tier="ssd", capacity="1GiB", more="")),
+    (FrameKind.SERVICE, call("sessions", "pin", name=["a"])),
+    (FrameKind.SERVICE, call("admin", "check", deep="yes")),
     (FrameKind.FIRST_TOKEN, b"short"),
     (FrameKind.FIRST_TOKEN, FirstTokenTold(9, 1, NAN, 1.0, 1.0, 1).body()),
     (FrameKind.FIRST_TOKEN, FirstTokenTold(9, 10, 1.0, 1.0, 1.0, 1).body()),
@@ -125,7 +138,7 @@ def check_serves(daemon: DaemonProcess) -> None:
         assert None not in tiers(store, keys)
         assert eventually(lambda: len(store.stats()["daemon"]["sessions"]) == 1)
         assert store.stats()["leased"] == 0
-        assert store.check(deep=False)
+        assert store.admin.check(deep=False)
 
 
 @pytest.mark.parametrize(
@@ -255,9 +268,9 @@ def test_changes_are_for_the_daemons_user_and_root() -> None:
         served = DaemonProcess(folder, small(folder / "kv"), "--group", "nogroup")
         with served as daemon, kvdepot.open(daemon.address) as store:
             said = resize_as(65534, daemon.socket)
-            assert "user 65534 may use the store, not change its tiers" in said
+            assert "user 65534 may use the store, not change it" in said
             assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 16 << 20
-            assert resize_as(0, daemon.socket) == "NUMBER"
+            assert resize_as(0, daemon.socket) == "TEXT"
             assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 32 << 20
 
 
@@ -269,8 +282,8 @@ def resize_as(uid: int, path: Path) -> str:
         with contextlib.suppress(OSError, AssertionError):
             os.setgid(uid)
             os.setuid(uid)
-            body = b'{"call": "resize", "tier": "ssd", "value": "32MiB"}'
-            answer = RawClient(path).ask(FrameKind.CHANGE, body)
+            body = call("volumes", "resize", tier="ssd", capacity="32MiB")
+            answer = RawClient(path).ask(FrameKind.SERVICE, body)
             assert answer is not None
             refused = answer.kind is FrameKind.REFUSED
             os.write(outside, bytes(answer.body) if refused else answer.kind.name.encode())

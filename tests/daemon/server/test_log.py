@@ -12,7 +12,7 @@ import kvdepot
 from kvdepot.config.settings import load
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.daemon.client import connections as client_side
-from kvdepot.daemon.server import connection as server_side
+from kvdepot.daemon.server import daemon as server_side
 from kvdepot.daemon.server.daemon import Daemon
 from kvdepot.daemon.server.listener import Listener
 from kvdepot.testing.store_contract import small

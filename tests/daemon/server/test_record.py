@@ -10,7 +10,7 @@ from tests.support.daemon_clients import StartDaemon
 import kvdepot
 from kvdepot.cli.main import main
 from kvdepot.errors import ConfigError
-from kvdepot.sim.traces.formats import read_trace
+from kvdepot.sim.traces import read_trace
 from kvdepot.testing.store_contract import prompt, put, small, space_of, tiers
 
 Seen = pytest.CaptureFixture[str]
@@ -25,13 +25,15 @@ def test_lookups_become_a_trace_that_the_simulator_reads(tmp_path: Path) -> None
     with kvdepot.open(**small(tmp_path)) as store:
         space = space_of(store)
         store.match(prompt(space, 9, 2))
-        store.record(path)
+        store.admin.record(path)
         for number, blocks in ((1, 3), (2, 2), (1, 5)):
             keys = prompt(space, number, blocks)
             store.match(keys)
             store.lease(keys).release()
             assert all(put(store, keys))
-        assert store.stop_recording() == 3, "a lookup and a lease of one prompt are one request"
+        assert store.admin.stop_recording() == 3, (
+            "a lookup and a lease of one prompt are one request"
+        )
         store.match(prompt(space, 3, 1))
     header, *requests = lines(path)
     assert header["format"] == "kvdepot-trace"
@@ -48,21 +50,21 @@ def test_lookups_become_a_trace_that_the_simulator_reads(tmp_path: Path) -> None
 def test_one_at_a_time_and_never_over_a_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     with kvdepot.open(**small(tmp_path)) as store:
-        store.record(path)
+        store.admin.record(path)
         with pytest.raises(ConfigError, match="already"):
-            store.record(tmp_path / "other.jsonl")
-        assert store.stop_recording() == 0
-        assert store.stop_recording() == 0
+            store.admin.record(tmp_path / "other.jsonl")
+        assert store.admin.stop_recording() == 0
+        assert store.admin.stop_recording() == 0
         with pytest.raises(ConfigError, match="File exists"):
-            store.record(path)
-        store.record(tmp_path / "left-open.jsonl")
+            store.admin.record(path)
+        store.admin.record(tmp_path / "left-open.jsonl")
     assert len(lines(tmp_path / "left-open.jsonl")) == 1
 
 
 def test_closing_writes_what_is_left(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     with kvdepot.open(**small(tmp_path)) as store:
-        store.record(path)
+        store.admin.record(path)
         store.match(prompt(space_of(store), 1, 4))
     assert len(lines(path)) == 2
 
@@ -99,8 +101,8 @@ def test_hints_say_what_is_in_the_way(tmp_path: Path) -> None:
     taken.touch()
     with kvdepot.open(**small(tmp_path / "kv")) as store:
         with pytest.raises(ConfigError) as told:
-            store.record(tmp_path / "no" / "folder" / "trace.jsonl")
+            store.admin.record(tmp_path / "no" / "folder" / "trace.jsonl")
         assert told.value.hint.startswith(f"mkdir -p {tmp_path / 'no' / 'folder'}")
         with pytest.raises(ConfigError) as told:
-            store.record(taken)
+            store.admin.record(taken)
         assert told.value.hint == "name a file that does not exist yet"

@@ -34,7 +34,7 @@ def test_what_is_no_namespace_and_a_daemon_that_is_gone_are_errors(
     daemon = start_daemon()
     where = ["--socket", str(daemon.socket)]
     assert main(["remove", "everything", *where]) != 0
-    assert "'everything' is not one" in capsys.readouterr().err
+    assert "'everything' is not 16 hexadecimal digits" in capsys.readouterr().err
     daemon.kill()
     assert main(["remove", "00" * 8, *where]) != 0
     assert capsys.readouterr().out == ""

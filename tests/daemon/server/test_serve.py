@@ -173,7 +173,7 @@ def test_a_client_of_another_version_names_both(
 ) -> None:
     with kvdepot.open(daemon.address) as store:
         monkeypatch.setattr(connections, "_SPOKEN", SpokenVersions(77, 78, 1, 1))
-        spoken = rf"protocol \d to {PROTOCOL},.*protocol 77 to 78,"
+        spoken = rf"protocol {PROTOCOL},.*protocol 77 to 78,"
         with pytest.raises(DaemonError, match=spoken) as caught:
             kvdepot.open(daemon.address)
         assert "same version" in caught.value.hint
@@ -254,7 +254,9 @@ def test_it_tells_routers_of_its_blocks_when_asked_to(start_daemon: StartDaemon)
     pytest.importorskip("zmq")
     from tests.support.routers import EventFollower
 
-    daemon = start_daemon("--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0")
+    anywhere = "tcp://127.0.0.1:0"
+    given = [f"events.endpoint={anywhere}", f"events.replay={anywhere}"]
+    daemon = start_daemon("--set", given[0], "--set", given[1])
     with kvdepot.open(daemon.address) as store:
         space = store.namespace(model="m", layout=LAYOUT)
         ids = list(range(2 * TOKENS))

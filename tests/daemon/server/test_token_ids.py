@@ -31,8 +31,8 @@ def test_what_clients_put_and_fill_is_kept_with_its_token_ids(
     daemon.stop()
     with kvdepot.open(**small(tmp_path / "kv")) as store:
         expected = [ids[at : at + TOKENS] for at in range(0, len(ids), TOKENS)]
-        assert store.token_ids(keys) == expected
-        assert store.token_ids(plain) == [[]] * 4
+        assert store.routing.token_ids(keys) == expected
+        assert store.routing.token_ids(plain) == [[]] * 4
 
 
 def test_a_slot_that_was_used_before_keeps_no_token_ids_of_then(
@@ -50,4 +50,4 @@ def test_a_slot_that_was_used_before_keeps_no_token_ids_of_then(
         assert store.flush(60.0)
     daemon.stop()
     with kvdepot.open(**small(tmp_path / "kv")) as again:
-        assert again.token_ids(keys) == [[]] * 4
+        assert again.routing.token_ids(keys) == [[]] * 4

@@ -14,9 +14,9 @@ from tests.support.waiting import eventually
 import kvdepot
 from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
-from kvdepot.core.depot import Depot
 from kvdepot.daemon.server.daemon import Daemon
 from kvdepot.daemon.server.listener import Listener
+from kvdepot.depot import Depot
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, small, space_of, tiers
@@ -89,7 +89,7 @@ def test_read_ahead_sees_what_comes_from_memory(tmp_path: Path) -> None:
     keys = left_on_the_hard_drive(tmp_path, 12)
     with served(tmp_path, **settings(tmp_path)) as (_, depot):
         space_of(depot)
-        assert depot.hint(keys[:1], WAIT_S).wait(WAIT_S)
+        assert depot.prefetch(keys[:1], WAIT_S).wait(WAIT_S)
         assert tiers(depot, keys[:1]) == ["dram"]
         assert tiers(depot, keys[1:2]) == ["hdd"]
         assert eventually(lambda: depot.stats()["counters"]["hinted"] > 1)
@@ -101,7 +101,7 @@ def test_a_prompt_that_lies_in_part_in_memory_is_one_read(tmp_path: Path) -> Non
     keys = left_on_the_hard_drive(tmp_path, 12)
     with served(tmp_path, **settings(tmp_path)) as (store, depot):
         space_of(depot)
-        assert depot.hint(keys[:3], WAIT_S).wait(WAIT_S)
+        assert depot.prefetch(keys[:3], WAIT_S).wait(WAIT_S)
         assert tiers(depot, keys[:6]) == ["dram"] * 3 + ["hdd"] * 3
         assert depot.stats()["counters"]["hinted"] == 3
         assert not store.inspect().prefetcher._hints

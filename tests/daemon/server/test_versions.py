@@ -8,7 +8,7 @@ from tests.support.raw_client import RawClient, hello
 import kvdepot
 from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.daemon.client import connections
-from kvdepot.daemon.wire import messages
+from kvdepot.daemon.wire import frames
 from kvdepot.daemon.wire.frames import FrameKind
 from kvdepot.daemon.wire.versions import PROTOCOL, PROTOCOL_OLDEST, SpokenVersions
 from kvdepot.errors import DaemonError
@@ -47,7 +47,7 @@ def test_a_daemon_names_the_highest_common_protocol(
         assert answer is not None
         if agreed:
             assert answer.kind is FrameKind.WELCOME
-            assert messages.Welcome.parse(answer.body).protocol == agreed
+            assert frames.Welcome.parse(answer.body).protocol == agreed
         else:
             assert answer.kind is FrameKind.REFUSED
             assert client.heard_out() == []
@@ -56,13 +56,14 @@ def test_a_daemon_names_the_highest_common_protocol(
 def test_a_call_that_an_old_daemon_does_not_know_is_one_error_and_costs_nothing(
     shared_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_SPOKEN", OLD)
+    later = {FrameKind.SERVICE: PROTOCOL + 1}
+    monkeypatch.setattr(connections, "SINCE", later)
     with kvdepot.open(shared_daemon.address) as store:
         keys = prompt(space_of(store), 71, 2)
         assert all(put(store, keys))
         with store.lease(keys) as lease:
-            with pytest.raises(DaemonError, match="SESSIONS came with 6") as caught:
-                store.sessions.known()
+            with pytest.raises(DaemonError, match=f"SERVICE came with {PROTOCOL + 1}") as caught:
+                store.sessions.list()
             assert "upgrade the daemon" in caught.value.hint
             assert len(lease) == 2
         assert len(store.match(keys)) == 2
@@ -76,6 +77,6 @@ def test_a_refusal_for_another_reason_is_not_taken_for_the_versions(
     shared_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "_SPOKEN", OLD)
-    monkeypatch.setattr(messages, "NO_TOKEN", b"?" * 16)
+    monkeypatch.setattr(frames, "NO_TOKEN", b"?" * 16)
     with pytest.raises(DaemonError, match="too many clients"):
         kvdepot.open(shared_daemon.address)

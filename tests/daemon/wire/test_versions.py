@@ -1,19 +1,15 @@
-"""Which protocol two sides agree on, and what older clients are told."""
+"""Which protocol two sides agree on."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.core.block import ANSWERS, GetResult
-from kvdepot.core.volume import TIER_NAMES
 from kvdepot.daemon.wire.frames import FrameKind
 from kvdepot.daemon.wire.versions import (
     PROTOCOL,
     PROTOCOL_OLDEST,
     SINCE,
     SpokenVersions,
-    answers_for,
-    tiers_for,
 )
 
 _SPANS = st.tuples(st.integers(1, 9), st.integers(1, 9)).map(sorted)
@@ -39,13 +35,3 @@ def test_versions_are_told_in_words() -> None:
 def test_requests_that_came_later_are_requests_of_a_spoken_protocol() -> None:
     assert all(PROTOCOL_OLDEST < since <= PROTOCOL for since in SINCE.values())
     assert all(kind < FrameKind.WELCOME for kind in SINCE)
-
-
-def test_a_client_of_protocol_5_is_told_of_tiers_that_it_knows() -> None:
-    """It has five names of tiers, and hangs up on a number beyond its answers."""
-    tiers, answers = bytes(range(len(TIER_NAMES))), bytes(range(len(ANSWERS)))
-    assert tiers_for(6, tiers) == tiers and answers_for(6, answers) == answers
-    assert max(tiers_for(5, tiers)) < 5
-    assert [TIER_NAMES[code] for code in tiers_for(5, tiers)][-1] == "plugin"
-    told = [ANSWERS[code] for code in answers_for(5, answers)]
-    assert told == [GetResult("plugin") if got == GetResult("object") else got for got in ANSWERS]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.core.block import BlockKey
-from kvdepot.daemon.wire import messages
+from kvdepot.daemon.wire import frames
 from kvdepot.daemon.wire.frames import (
     FRAME_BYTES_MAX,
     HEAD_BYTES,
@@ -26,17 +26,17 @@ from kvdepot.daemon.wire.frames import (
 from kvdepot.errors import WireError
 
 FORMS = [
-    messages.Hello(messages.MAGIC, 5, 2, 3, 6, 4, bytes(range(16))),
-    messages.Welcome(
+    frames.Hello(frames.MAGIC, 5, 2, 3, 6, 4, bytes(range(16))),
+    frames.Welcome(
         bytes(16), b"i" * 16, 1, 256, 2.0, 0.25, 1 << 40, 1 << 41, 1 << 26, True, False, 6
     ),
-    messages.FirstTokenTold(100, 80, 0.5, 0.4, math.inf, 1),
-    messages.Deliver(7, 1, 2, True, 0.5),
-    messages.Fetch(1, 2, True, 0.5),
-    messages.Register(b"12345678", 1 << 30, 1 << 20),
-    messages.Seconds(1.5),
-    messages.Number(1 << 63),
-    messages.Flushed(True),
+    frames.FirstTokenTold(100, 80, 0.5, 0.4, math.inf, 1),
+    frames.Deliver(7, 1, 2, True, 0.5),
+    frames.Fetch(1, 2, True, 0.5),
+    frames.Register(b"12345678", 1 << 30, 1 << 20),
+    frames.Seconds(1.5),
+    frames.Number(1 << 63),
+    frames.Flushed(True),
 ]
 
 
@@ -64,21 +64,21 @@ def test_anything_else_is_an_error_and_no_other_one(data: bytes) -> None:
             type(form).parse(frame.body)
         except WireError:
             continue
-    for dtype in (messages.PLACE_DTYPE, messages.ARRIVAL_DTYPE, messages.SLOT_DTYPE):
+    for dtype in (frames.PLACE_DTYPE, frames.ARRIVAL_DTYPE, frames.SLOT_DTYPE):
         try:
-            messages.table(frame.body, dtype)
+            frames.table(frame.body, dtype)
         except WireError:
             continue
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
-def test_forms_have_one_length(form: messages.Fixed) -> None:
+def test_forms_have_one_length(form: frames.Fixed) -> None:
     body = form.body()
     assert type(form).parse(memoryview(body)) == form
     for wrong in (body[:-1], body + b"x", b""):
         with pytest.raises(WireError):
             type(form).parse(memoryview(wrong))
-    assert messages.split(type(form), memoryview(body + b"rest")) == (form, b"rest")
+    assert frames.split(type(form), memoryview(body + b"rest")) == (form, b"rest")
 
 
 def test_frames_are_bounded() -> None:
@@ -92,26 +92,26 @@ def test_frames_are_bounded() -> None:
 
 def test_every_answer_about_a_full_frame_of_keys_fits() -> None:
     raw = bytes(32 * KEYS_MAX)
-    assert len(messages.key_list(raw)) == len(messages.key_words(raw)) == KEYS_MAX
-    pack(FrameKind.FETCH, 1, messages.Fetch(0, 0, False, 0.0).body() + raw)
-    for dtype in (messages.PLACE_DTYPE, messages.ARRIVAL_DTYPE, messages.SLOT_DTYPE):
-        pack(FrameKind.LEASED, 1, messages.with_table(1, np.zeros(KEYS_MAX, dtype)))
+    assert len(frames.key_list(raw)) == len(frames.key_words(raw)) == KEYS_MAX
+    pack(FrameKind.FETCH, 1, frames.Fetch(0, 0, False, 0.0).body() + raw)
+    for dtype in (frames.PLACE_DTYPE, frames.ARRIVAL_DTYPE, frames.SLOT_DTYPE):
+        pack(FrameKind.LEASED, 1, frames.with_table(1, np.zeros(KEYS_MAX, dtype)))
     with pytest.raises(WireError):
-        messages.key_words(bytes(32 * (KEYS_MAX + 1)))
+        frames.key_words(bytes(32 * (KEYS_MAX + 1)))
 
 
 def test_keys_travel_as_they_are() -> None:
     keys = [BlockKey(os.urandom(32)) for _ in range(5)]
     raw = b"".join(keys)
-    assert messages.key_list(raw) == keys
-    assert messages.key_words(raw).tobytes() == raw
+    assert frames.key_list(raw) == keys
+    assert frames.key_words(raw).tobytes() == raw
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0])
 def test_timeouts_are_finite(timeout_s: float) -> None:
     with pytest.raises(WireError):
-        messages.checked_timeout(timeout_s)
-    assert messages.checked_timeout(1e9) == messages.TIMEOUT_S_MAX
+        frames.checked_timeout(timeout_s)
+    assert frames.checked_timeout(1e9) == frames.TIMEOUT_S_MAX
 
 
 @pytest.fixture

@@ -247,7 +247,7 @@ def test_what_was_seen_at_the_ends_of_lines_is_never_out_of_date() -> None:
             if len(some):
                 index.tree.use(some.tolist(), hit=some is not rows)
                 tier.leaves.used(some.tolist(), hit=some is not rows)
-        tier.insert_recovered(rows)
+        tier.insert(rows)
         while tier.count > 50:
             remembered = order.victim(1)
             order._moment = (-1, 0)
@@ -272,7 +272,7 @@ def test_a_few_blocks_are_counted_as_many_are(monkeypatch: pytest.MonkeyPatch) -
             if found:
                 index.tree.use(found)
                 tier.leaves.used(found)
-            tier.insert_recovered(rows)
+            tier.insert(rows)
         columns = (order._since, order._kind, order._turns, order._uses)
         states.append(
             [column.array.tolist() for column in columns]
@@ -306,7 +306,7 @@ def test_value_keeps_what_takes_long_to_compute() -> None:
     index = BlockIndex.of(Workload(block_tokens=4096, parents=parents))
     tier = SimulatedTier("dram", len(parents), index, order)
     for prompt in (list(range(21)), [21]):
-        tier.insert_recovered(np.array(prompt))
+        tier.insert(np.array(prompt))
     queues = [order.queue(row) for row in (0, 20, 21)]
     assert queues[0] == queues[2] < queues[1], "depth has queues of its own"
     assert isinstance(order, PrefillValue)
@@ -323,7 +323,7 @@ def test_value_counts_what_is_worth_more_as_younger() -> None:
         index = BlockIndex.of(Workload(block_tokens=4096, parents=parents))
         tier = SimulatedTier("dram", len(parents), index, order_named(name, 4096))
         for prompt in (list(range(deep + 1)), *([row] for row in range(deep + 1, len(parents)))):
-            tier.insert_recovered(np.array(prompt))
+            tier.insert(np.array(prompt))
             index.tree.use(prompt, hit=False)
             tier.leaves.used(prompt, hit=False)
         gone: list[int] = []

@@ -128,5 +128,5 @@ def test_what_no_clock_can_measure_is_ignored(unreal: float) -> None:
 
 
 def test_a_negative_pace_is_refused() -> None:
-    with pytest.raises(ValueError, match="not negative"):
+    with pytest.raises(ValueError, match="must not be negative"):
         PrefillPace(0.1, -1e-3, 0.0)

@@ -209,5 +209,5 @@ def test_a_latency_that_was_thought_to_be_nothing_is_found() -> None:
 
 
 def test_a_negative_pace_is_refused() -> None:
-    with pytest.raises(ValueError, match="not negative"):
+    with pytest.raises(ValueError, match="must not be negative"):
         TierPace(-1.0, 1e-9)

@@ -18,7 +18,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     """The ssd holds some 90 blocks, the hdd all."""
     with kvdepot.open(**settings(tmp_path)) as opened:
         yield opened
-        assert opened.check().ok
+        assert opened.admin.check().ok
 
 
 def forget(store: Store) -> None:
@@ -37,13 +37,13 @@ def read(store: Store, prompts: list[list[BlockKey]]) -> None:
 
 def stored(store: Store, prompts: int) -> list[list[BlockKey]]:
     """Prompts of ten blocks, on the hard drives only."""
-    store.set_write_mode("hdd", "pass-through")
+    store.volumes.set_write_mode("hdd", "pass-through")
     everything = [prompt(space_of(store), number, 10) for number in range(prompts)]
     for keys in everything:
         assert all(put(store, keys))
         assert store.flush()
         forget(store)
-    store.set_write_mode("hdd", "write-back")
+    store.volumes.set_write_mode("hdd", "write-back")
     return everything
 
 

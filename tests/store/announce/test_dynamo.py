@@ -82,7 +82,10 @@ class Site:
         return ids[:cut] + [self._rng.randrange(50_000) for _ in range(2 * TOKENS)]
 
     def _expected(self, ids: list[int]) -> dict[int, tuple[int, int]]:
-        told = [told_by(store.peek(self.space(store).keys(ids)), TOKENS) for store in self.stores]
+        told = [
+            told_by(store.routing.match(self.space(store).keys(ids)), TOKENS)
+            for store in self.stores
+        ]
         return {number: one for number, one in enumerate(told) if one[1]}
 
 

@@ -124,5 +124,5 @@ def test_a_store_of_memory_alone_tells_of_memory_alone() -> None:
     with kvdepot.open(dram=memory) as store:
         space, watch = space_of(store), ResidencyWatch(store.inspect().state)
         keys = space.keys(list(range(TOKENS)))
-        store.put(keys[0], payload_for(keys[0], BLOCK))
+        store.put_many([keys[0]], [payload_for(keys[0], BLOCK)])[0]
         assert np.array_equal(watch.take(7).come_to, [IN_MEMORY])

@@ -94,7 +94,7 @@ class TestSomethingElseInPlaceOfAFile:
             undo(tmp_path / "b", name)
             until(lambda: not store.inspect().volumes.down)
             assert hits(store, chains) == 60
-            assert store.check().ok
+            assert store.admin.check().ok
 
     def test_a_store_without_any_other_drive_says_why(
         self, tmp_path: Path, name: str, kind: str
@@ -107,7 +107,7 @@ class TestSomethingElseInPlaceOfAFile:
             kvdepot.open(**alone)
         undo(tmp_path / "b", name)
         with kvdepot.open(**alone) as store:
-            assert store.check().ok
+            assert store.admin.check().ok
 
 
 def test_the_tier_above_may_be_missing(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ class TestAnotherUsers:
         self.refused(tmp_path, "is a symbolic link")
         os.lchown(tmp_path / "b", os.geteuid(), os.getegid())
         with kvdepot.open(**self.alone(tmp_path)) as store:
-            assert store.check().ok
+            assert store.admin.check().ok
 
     def test_what_is_made_is_for_this_user_alone(self, tmp_path: Path) -> None:
         before = os.umask(0)
@@ -228,7 +228,7 @@ class TestAnotherStoresSuperblock:
         return chains
 
     @pytest.mark.parametrize("segment", ["256KiB", "128KiB", "512KiB"])
-    def test_the_segments_decide(
+    def test_the_metadata_decides(
         self, tmp_path: Path, segment: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         chains = self.stolen(tmp_path, segment=segment)

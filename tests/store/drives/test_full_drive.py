@@ -4,8 +4,7 @@ import threading
 from pathlib import Path
 
 import kvdepot
-from kvdepot.core.depot import NamespaceHandle
-from kvdepot.store.handles import StoreLease
+from kvdepot.core.depot import Lease, NamespaceHandle
 from kvdepot.testing.images import payload_for
 
 SIZE = 48 << 10
@@ -29,7 +28,7 @@ def put(store: kvdepot.Store, keys: list[kvdepot.BlockKey]) -> None:
     assert all(store.put_many(keys, [payload_for(key, SIZE) for key in keys]))
 
 
-def release(leases: list[StoreLease]) -> None:
+def release(leases: list[Lease]) -> None:
     for lease in leases:
         lease.release()
 
@@ -50,7 +49,7 @@ def test_removals_are_recorded_while_leases_hold_all_segments(tmp_path: Path) ->
             put(store, prompt(space, number, 10))
             assert store.flush(), "the drive takes no blocks any more"
         assert store.stats()["counters"]["write_failed"] == 0
-        assert store.check()
+        assert store.admin.check()
 
 
 def test_blocks_wait_for_room_that_a_lease_holds(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def two_drives(folder: Path, **ssd: Any) -> dict[str, Any]:
 def store(tmp_path: Path) -> Iterator[Store]:
     with kvdepot.open(**two_drives(tmp_path)) as opened:
         yield opened
-        assert opened.check().ok
+        assert opened.admin.check().ok
 
 
 def fill(store: Store, first: int, prompts: int) -> list[list[BlockKey]]:
@@ -73,7 +73,7 @@ class TestDrain:
         with kvdepot.open(**two_drives(tmp_path)) as store:
             chains = fill(store, 0, 2)
             with pytest.raises(ConfigError, match="no other volume is up"):
-                store.drain_drive("ssd", tmp_path / "a")
+                store.volumes.drain("ssd", tmp_path / "a")
             assert all(whole(store, chains))
 
     def test_it_ends_with_the_store_also_where_a_write_stalls(self, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ class TestDrain:
 
         def drain() -> None:
             with contextlib.suppress(StoreClosedError):
-                store.drain_drive("ssd", tmp_path / "a")
+                store.volumes.drain("ssd", tmp_path / "a")
 
         draining = threading.Thread(target=drain)
         draining.start()
@@ -105,7 +105,7 @@ class TestDrain:
     def test_everything_is_on_the_other_drive_then(self, store: Store, tmp_path: Path) -> None:
         chains = fill(store, 0, 20)
         assert drive(store, 0)["segments"] > 0
-        assert store.drain_drive("ssd", tmp_path / "a") > 0
+        assert store.volumes.drain("ssd", tmp_path / "a") > 0
         assert drive(store, 0)["draining"]
         assert not list((tmp_path / "a").glob("segment-*"))
         assert whole(store, chains) == [True] * 20
@@ -120,7 +120,7 @@ class TestDrain:
 
         def after_the_drain(reads: VolumeReads, *args: Any) -> None:
             monkeypatch.undo()
-            store.drain_drive("ssd", tmp_path / "a")
+            store.volumes.drain("ssd", tmp_path / "a")
             read_waves(reads, *args)
 
         monkeypatch.setattr(VolumeReads, "_read_waves", after_the_drain)
@@ -143,7 +143,7 @@ class TestDrain:
         threads = [threading.Thread(target=work) for _ in range(2)]
         for thread in threads:
             thread.start()
-        store.drain_drive("ssd", tmp_path / "a")
+        store.volumes.drain("ssd", tmp_path / "a")
         added = fill(store, 100, 5)
         stop.set()
         for thread in threads:
@@ -155,7 +155,7 @@ class TestDrain:
         with kvdepot.open(**two_drives(tmp_path)) as store:
             chains = fill(store, 0, 15)
             removed = chains.pop()
-            store.drain_drive("ssd", tmp_path / "a")
+            store.volumes.drain("ssd", tmp_path / "a")
             store.remove(removed)
         left = two_drives(tmp_path, path=str(tmp_path / "b"))
         with kvdepot.open(**left) as store:
@@ -164,13 +164,13 @@ class TestDrain:
             assert len(store.match(removed)) == 0
 
     def test_the_last_drive_stays(self, store: Store, tmp_path: Path) -> None:
-        store.drain_drive("ssd", tmp_path / "a")
+        store.volumes.drain("ssd", tmp_path / "a")
         with pytest.raises(ConfigError, match="no other volume"):
-            store.drain_drive("ssd", tmp_path / "b")
+            store.volumes.drain("ssd", tmp_path / "b")
         with pytest.raises(ConfigError, match="not one of"):
-            store.drain_drive("ssd", tmp_path / "c")
+            store.volumes.drain("ssd", tmp_path / "c")
         with pytest.raises(ConfigError, match="no such tier"):
-            store.drain_drive("hdd", tmp_path / "c")
+            store.volumes.drain("hdd", tmp_path / "c")
 
     def test_closing_the_store_ends_it_and_nothing_is_lost(self, tmp_path: Path) -> None:
         slow = DriveModel(read_bandwidth=2 * 10**6, write_bandwidth=10**8, seek=0.001)
@@ -180,7 +180,7 @@ class TestDrain:
 
         def drain() -> None:
             try:
-                store.drain_drive("ssd", tmp_path / "a")
+                store.volumes.drain("ssd", tmp_path / "a")
             except StoreClosedError as error:
                 raised.append(error)
 
@@ -194,12 +194,12 @@ class TestDrain:
         with kvdepot.open(**two_drives(tmp_path)) as store:
             space_of(store)
             assert whole(store, chains) == [True] * 20
-            assert store.check().ok
+            assert store.admin.check().ok
 
     def test_a_path_may_be_written_in_another_way(self, store: Store, tmp_path: Path) -> None:
         fill(store, 0, 4)
         (tmp_path / "link").symlink_to(tmp_path / "a")
-        assert store.drain_drive("ssd", tmp_path / "link") >= 0
+        assert store.volumes.drain("ssd", tmp_path / "link") >= 0
         assert drive(store, 0)["drained"]
 
 
@@ -213,13 +213,13 @@ class TestManyChanges:
             seen = []
             for number in range(24):
                 if number % 2:
-                    store.resize("ssd", "8MiB")
-                    store.resize("ssd", "16MiB")
+                    store.volumes.resize("ssd", "8MiB")
+                    store.volumes.resize("ssd", "16MiB")
                 else:
                     paths.append(tmp_path / f"drive-{number}")
-                    store.add_drive("ssd", paths[-1])
+                    store.volumes.add("ssd", paths[-1])
                     gone = paths.pop(0)
-                    store.drain_drive("ssd", gone)
+                    store.volumes.drain("ssd", gone)
                     assert not open_below(gone)
                 chains = fill(store, 10 * number, 2)
                 store.inspect().drop_from_memory()
@@ -229,13 +229,13 @@ class TestManyChanges:
             names = [thread.name.partition("_")[0] for thread in threading.enumerate()]
             ours = {name for name in names if name.startswith("kvdepot-ssd")}
             assert len(ours) <= 3 * 3, "two writers and a pool of readers for each of three drives"
-            assert store.check().ok
+            assert store.admin.check().ok
 
     def test_a_drained_drive_can_be_added_again(self, store: Store, tmp_path: Path) -> None:
         chains = fill(store, 0, 10)
         for name in ("a", "b", "a"):
-            store.drain_drive("ssd", tmp_path / name)
-            store.add_drive("ssd", tmp_path / name)
+            store.volumes.drain("ssd", tmp_path / name)
+            store.volumes.add("ssd", tmp_path / name)
         assert len(store.stats()["tiers"]["ssd"]["drives"]) == 2
         assert whole(store, chains + fill(store, 100, 5)) == [True] * 15
 
@@ -264,13 +264,13 @@ class TestAdd:
         with kvdepot.open(**two_drives(tmp_path)) as store:
             before = fill(store, 0, 4)
             room = store.stats()["tiers"]["ssd"]["capacity_bytes"]
-            store.add_drive("ssd", tmp_path / "c")
+            store.volumes.add("ssd", tmp_path / "c")
             assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == room * 3 // 2
             chains = fill(store, 100, 30)
             assert drive(store, 2)["segments"] > 0
-            store.drain_drive("ssd", tmp_path / "a")
+            store.volumes.drain("ssd", tmp_path / "a")
             assert whole(store, before + chains) == [True] * 34
-            assert store.check().ok
+            assert store.admin.check().ok
         moved = two_drives(tmp_path, path=[str(tmp_path / "b"), str(tmp_path / "c")])
         with kvdepot.open(**moved) as store:
             space_of(store)
@@ -281,21 +281,21 @@ class TestAdd:
         with kvdepot.open(**other) as another:
             fill(another, 0, 1)
         with pytest.raises(ConfigError, match="holds a store"):
-            store.add_drive("ssd", tmp_path / "other")
+            store.volumes.add("ssd", tmp_path / "other")
         with pytest.raises(ConfigError, match="in use"):
-            store.add_drive("ssd", tmp_path / "a")
+            store.volumes.add("ssd", tmp_path / "a")
         assert whole(store, fill(store, 0, 2)) == [True] * 2
 
 
 class TestResize:
     def test_more_room_keeps_more(self, store: Store) -> None:
-        store.resize("ssd", "32MiB")
+        store.volumes.resize("ssd", "32MiB")
         assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 32 << 20
         assert whole(store, fill(store, 0, 100)) == [True] * 100, "20 MB"
 
     def test_less_room_is_given_back(self, store: Store, tmp_path: Path) -> None:
         chains = fill(store, 0, 60)
-        store.resize("ssd", "6MiB")
+        store.volumes.resize("ssd", "6MiB")
         files = [*(tmp_path / "a").glob("segment-*"), *(tmp_path / "b").glob("segment-*")]
         assert sum(file.stat().st_size for file in files) <= 6 << 20
         assert 5 <= sum(len(store.match(keys)) == 5 for keys in chains) < 40
@@ -307,28 +307,28 @@ class TestResize:
         with kvdepot.open(**two_drives(tmp_path, **quick)) as store:
             volumes = store.inspect().volumes
             if first == "resized":
-                store.resize("ssd", "40MiB")
+                store.volumes.resize("ssd", "40MiB")
                 chains = fill(store, 0, 100)
             (tmp_path / "b").rename(tmp_path / "hidden")
             (tmp_path / "b").write_text("in the way")
             until(lambda: volumes.facts(1).lost)
             if first == "pulled":
-                store.resize("ssd", "40MiB")
+                store.volumes.resize("ssd", "40MiB")
             (tmp_path / "b").unlink()
             (tmp_path / "hidden").rename(tmp_path / "b")
             until(lambda: not volumes.down)
             assert drive(store, 1)["capacity_bytes"] == 20 << 20
             if first == "resized":
                 until(lambda: all(whole(store, chains)))  # 20 MB, where the settings say 16
-            assert store.check().ok
+            assert store.admin.check().ok
 
     def test_too_little_is_refused(self, store: Store) -> None:
         with pytest.raises(ConfigError, match="3 segments"):
-            store.resize("ssd", "1MiB")
+            store.volumes.resize("ssd", "1MiB")
         with pytest.raises(ConfigError, match="is not a size"):
-            store.resize("ssd", "much")
+            store.volumes.resize("ssd", "much")
         with pytest.raises(ConfigError, match="mapped by all who use it") as caught:
-            store.resize("dram", "1GiB")
+            store.volumes.resize("dram", "1GiB")
         assert "start again" in caught.value.hint
 
 
@@ -343,11 +343,11 @@ def test_what_is_written_to_a_drive_while_it_is_added_stays(
         return entry
 
     monkeypatch.setattr(VolumeSet, "add", add_and_fill)
-    store.add_drive("ssd", tmp_path / "c")
+    store.volumes.add("ssd", tmp_path / "c")
     assert drive(store, 2)["used_bytes"], "nothing went to the new drive"
     store.inspect().drop_from_memory()
     assert whole(store, written) == [True] * 12
-    assert store.check().ok
+    assert store.admin.check().ok
 
 
 def test_a_move_does_not_wait_for_staging_for_ever(
@@ -402,7 +402,7 @@ class TestSmallerWhileLeased:
             leases = [store.lease(keys) for keys in chains]
             held = [key for lease in leases for key in lease]
             assert before > 28 and len(held) > 100
-            store.resize("ssd", "4MiB")
+            store.volumes.resize("ssd", "4MiB")
             assert drive(store, 0)["segments"] > 16
             removed = held[:108]
             for key in removed:
@@ -418,7 +418,7 @@ class TestSmallerWhileLeased:
                 return int(shrunk["segments"] + shrunk["free_segments"])
 
             until(lambda: slots() <= 16)
-            assert store.check().ok
+            assert store.admin.check().ok
         with kvdepot.open(**{**tree, "ssd": {**tree["ssd"], "capacity": "4MiB"}}) as store:
             space_of(store)
             assert not any(store.match([key]).tiers for key in removed), "removed blocks are back"
@@ -431,7 +431,7 @@ class TestSmallerWhileLeased:
             large = Namespace(model="large", layout=KVLayout.opaque(20_480, 4))
             small = Namespace(model="small", layout=KVLayout.opaque(4_096, 4))
             for space in (large, small):
-                store.register(space)
+                store.namespace(space)
             keys = [large.keys([number] * 4)[0] for number in range(7)]
             for key in keys:
                 assert store.put_many([key], [bytes(20_480)]) == [PutResult.STORED]
@@ -439,7 +439,7 @@ class TestSmallerWhileLeased:
             leases = [store.lease([keys[1]]), store.lease([keys[3]])]
             for number in range(4):
                 store.remove(small.keys([number] * 4)[0])
-            resizing = threading.Thread(target=store.resize, args=("ssd", 3 * segment))
+            resizing = threading.Thread(target=store.volumes.resize, args=("ssd", 3 * segment))
             resizing.start()
             resizing.join(20.0)
             hung = resizing.is_alive()
@@ -449,4 +449,4 @@ class TestSmallerWhileLeased:
             resizing.join()
             assert not hung and reclaimed < 30
             until(lambda: len(list((tmp_path / "a").glob("segment-*"))) <= 3)
-            assert store.check().ok
+            assert store.admin.check().ok

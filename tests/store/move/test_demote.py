@@ -26,7 +26,7 @@ PAGES = record_bytes(BLOCK_BYTES) // PAGE
 def store(tmp_path: Path) -> Iterator[Store]:
     with kvdepot.open(**settings(tmp_path)) as opened:
         yield opened
-        assert opened.check().ok
+        assert opened.admin.check().ok
 
 
 def fill(store: Store, prompts: int, blocks: int = 10) -> list[list[BlockKey]]:
@@ -66,7 +66,7 @@ class TestDown:
             for keys in everything:
                 assert len(store.match(keys)) == len(keys)
                 assert None not in tiers(store, keys)
-            assert store.check().ok
+            assert store.admin.check().ok
 
     def test_a_prompt_lies_in_one_piece_however_it_came(self, store: Store) -> None:
         everything = fill(store, 40)
@@ -100,22 +100,22 @@ class TestDown:
         with kvdepot.open(**small) as store:
             everything = fill(store, 60)
             assert counter(store, "evicted_hdd") > 0
-            assert store.check().ok
+            assert store.admin.check().ok
             whole = [len(store.match(keys)) == len(keys) for keys in everything]
             assert sum(whole) > 10
-            store.set_write_mode("hdd", "pass-through")  # what is read pushes nothing out
+            store.volumes.set_write_mode("hdd", "pass-through")  # what is read pushes nothing out
             assert all(None not in tiers(store, everything[n]) for n in np.flatnonzero(whole))
 
 
 class TestUp:
     def test_a_block_read_from_below_enters_memory_and_the_ssd(self, store: Store) -> None:
-        store.set_write_mode("hdd", "pass-through")
+        store.volumes.set_write_mode("hdd", "pass-through")
         keys = prompt(space_of(store), 1, 10)
         assert all(put(store, keys))
         assert store.flush()
         assert (blocks_in(store, "ssd"), blocks_in(store, "hdd")) == (0, 10)
         self.forget(store)
-        store.set_write_mode("hdd", "write-back")
+        store.volumes.set_write_mode("hdd", "write-back")
         assert tiers(store, keys) == ["hdd"] * 10
         assert store.flush()
         assert (blocks_in(store, "ssd"), blocks_in(store, "hdd")) == (10, 10)
@@ -123,7 +123,7 @@ class TestUp:
         assert tiers(store, keys) == ["ssd"] * 10
 
     def test_in_pass_through_it_does_not_enter_the_ssd(self, store: Store) -> None:
-        store.set_write_mode("hdd", "pass-through")
+        store.volumes.set_write_mode("hdd", "pass-through")
         keys = prompt(space_of(store), 1, 10)
         assert all(put(store, keys))
         assert store.flush()
@@ -165,13 +165,13 @@ class TestWriteModes:
         assert promotes([BACK], 0) == []
 
     def test_write_through_has_both(self, store: Store) -> None:
-        store.set_write_mode("hdd", "write-through")
+        store.volumes.set_write_mode("hdd", "write-through")
         assert all(put(store, prompt(space_of(store), 1, 10)))
         assert store.flush()
         assert (blocks_in(store, "ssd"), blocks_in(store, "hdd")) == (10, 10)
 
     def test_selective_has_what_was_asked_for_again(self, store: Store) -> None:
-        store.set_write_mode("hdd", "write-through-selective")
+        store.volumes.set_write_mode("hdd", "write-through-selective")
         keys = prompt(space_of(store), 1, 10)
         assert all(put(store, keys))
         assert tiers(store, keys[:4]) == ["dram"] * 4
@@ -179,15 +179,15 @@ class TestWriteModes:
         assert (blocks_in(store, "ssd"), blocks_in(store, "hdd")) == (10, 4)
 
     def test_through_to_the_ssd_is_there_when_put_returns(self, store: Store) -> None:
-        store.set_write_mode("ssd", "write-through")
+        store.volumes.set_write_mode("ssd", "write-through")
         assert all(put(store, prompt(space_of(store), 1, 10)))
         assert blocks_in(store, "ssd") == 10
 
     def test_unknown_modes_and_tiers_are_refused(self, store: Store) -> None:
         with pytest.raises(ConfigError, match="write-back, write-through"):
-            store.set_write_mode("hdd", "often")
+            store.volumes.set_write_mode("hdd", "often")
         with pytest.raises(ConfigError, match="no such tier"):
-            store.set_write_mode("dram", "write-back")
+            store.volumes.set_write_mode("dram", "write-back")
 
 
 def test_single_blocks_that_nobody_asked_for_and_closed_sessions_are_not_worth_a_seek() -> None:

@@ -36,7 +36,7 @@ def store() -> Iterator[Store]:
     with kvdepot.open(**settings()) as depot:
         yield depot
         settle(depot)
-        assert depot.check().findings == []
+        assert depot.admin.check().findings == []
         assert depot.stats()["leased"] == 0
 
 
@@ -45,7 +45,7 @@ def with_disk(tmp_path: Path) -> Iterator[Store]:
     with opened(tmp_path / "kv") as depot:
         yield depot
         settle(depot)
-        assert depot.check().findings == []
+        assert depot.admin.check().findings == []
 
 
 class TestDown:
@@ -109,11 +109,11 @@ class TestDown:
         large = store.namespace(model="large", layout=kvdepot.KVLayout.opaque(150_000, 8, 2))
         keys = large.keys(range(8 * 12))
         for key in keys:
-            assert store.put(key, payload_for(key, 150_000), timeout_s=5.0)
+            assert store.put_many([key], [payload_for(key, 150_000)], timeout_s=5.0)[0]
             settle(store)
         for key in keys:
             target = bytearray(150_000)
-            if store.get(key, target):
+            if store.get_many([key], [target])[0]:
                 assert target == payload_for(key, 150_000)
         assert len(store.match(keys)) > 5
 
@@ -137,7 +137,7 @@ class TestUp:
         keys = fill(store, 12)[0]
         for layer in range(LAYERS):
             target = bytearray(LAYER_BYTES)
-            got = store.get(keys[3 + layer], target, layers=range(layer, layer + 1))
+            got = store.get_many([keys[3 + layer]], [target], layers=range(layer, layer + 1))[0]
             assert got.tier == "cxl"
             start = layer * LAYER_BYTES
             assert target == payload_for(keys[3 + layer], BLOCK_BYTES)[start : start + LAYER_BYTES]
@@ -166,7 +166,7 @@ class TestUp:
 
     def test_hints_leave_alone_what_is_in_memory(self, store: Store) -> None:
         keys = fill(store, 12)[0]
-        assert store.hint(keys, 20.0).wait(60.0)
+        assert store.prefetch(keys, 20.0).wait(60.0)
         assert store.match(keys).tiers == ("cxl",) * 10
         assert counter(store, "hinted") == 0
 
@@ -179,7 +179,7 @@ class TestUp:
 
     def test_removed_namespaces_are_gone(self, store: Store) -> None:
         fill(store, 12)
-        assert store.remove_namespace(space_of(store)) == 120
+        assert store.remove(namespace=space_of(store)) == 120
         assert [tier["blocks"] for tier in store.stats()["tiers"].values()] == [0, 0]
 
     def test_removed_while_leased(self, store: Store) -> None:
@@ -221,10 +221,10 @@ class TestNeverAWrongByte:
 
     def test_check_finds_it(self, store: Store) -> None:
         keys = fill(store, 12)[0]
-        assert store.check()
+        assert store.admin.check()
         damage(store, keys[5])
-        assert store.check(deep=False).findings == []
-        (finding,) = store.check().findings
+        assert store.admin.check(deep=False).findings == []
+        (finding,) = store.admin.check().findings
         assert finding.where == "cxl" and keys[5].hex() in finding.what
         damage(store, keys[5])
 
@@ -232,7 +232,7 @@ class TestNeverAWrongByte:
         fill(store, 12)
         arena = store.inspect().memory(1).arena
         arena.used_bytes += 4096
-        assert [finding.where for finding in store.check(deep=False).findings] == ["cxl"]
+        assert [finding.where for finding in store.admin.check(deep=False).findings] == ["cxl"]
         arena.used_bytes -= 4096
 
     def test_random_flips(self, tmp_path: Path, seed: int) -> None:
@@ -250,7 +250,7 @@ class TestNeverAWrongByte:
             assert [found[number] for number in chosen] == ["ssd"] * len(chosen)
             assert found.count("cxl") == len(keys) - len(chosen)
             settle(store)
-            assert store.check().findings == []
+            assert store.admin.check().findings == []
 
 
 class TestLife:
@@ -291,7 +291,7 @@ class TestLife:
         with opened(tmp_path / "kv", path=str(device)) as store:
             space = space_of(store)
             assert store.stats()["tiers"]["cxl"]["blocks"] == 0
-            assert store.check().findings == []
+            assert store.admin.check().findings == []
             for number in range(12):
                 assert tiers(store, prompt(space, 100 + number, 10)) == ["ssd"] * 10
 

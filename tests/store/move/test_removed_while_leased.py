@@ -41,7 +41,7 @@ def opened(path: Path, drives: int = 2, files: Files | None = None, **changes: A
 
 
 def drain(store: Store, path: Path) -> None:
-    store.drain_drive("ssd", path / "0")
+    store.volumes.drain("ssd", path / "0")
 
 
 def reclaim_everything(store: Store, path: Path) -> None:
@@ -92,7 +92,7 @@ def test_it_does_not_come_back_after_it_was_moved(
     with opened(tmp_path) as store:
         space_of(store)
         assert not any(store.match([key]).tiers for key in keys), "removed blocks are back"
-        assert store.check().ok
+        assert store.admin.check().ok
 
 
 def test_the_old_removal_covers_a_moved_record_until_the_new_one_is_written(
@@ -161,7 +161,7 @@ def back_after(path: Path, keys: list[BlockKey]) -> int:
     """How many of the keys a store has when it is opened again."""
     with opened(path) as store:
         space_of(store)
-        assert store.check().ok
+        assert store.admin.check().ok
         return sum(len(store.match([key])) for key in keys)
 
 

@@ -53,7 +53,7 @@ def fill(store: Store) -> list[BlockKey]:
     store.inspect().drop_from_memory()
     there = [key for key in keys if store.match([key])]
     for key in there:
-        store.get(key, bytearray(BLOCK_BYTES))
+        store.get_many([key], [bytearray(BLOCK_BYTES)])[0]
     store.inspect().drop_from_memory()
     return there
 

@@ -63,7 +63,7 @@ def test_a_prompt_that_is_read_again_and_again(tmp_path: Path, eviction: str, mo
         rows = store.inspect().catalog.rows(wanted)
         on_drive = [row != NONE and store.inspect().catalog.disk.ready(row) for row in rows]
         assert on_drive == [eviction != "fifo"] * PROMPT_BLOCKS
-        assert store.check()
+        assert store.admin.check()
 
 
 def test_a_rule_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def store(tmp_path: Path, keys: list[BlockKey]) -> Iterator[Store]:
 
 
 def test_what_was_hinted_at_comes_from_memory(store: Store, keys: list[BlockKey]) -> None:
-    hint = store.hint(keys, 20.0)
+    hint = store.prefetch(keys, 20.0)
     assert hint.wait(60.0)
     assert hint.brought == BLOCKS
     assert store.match(keys).tiers == ("dram",) * BLOCKS
@@ -49,15 +49,15 @@ def test_what_was_hinted_at_comes_from_memory(store: Store, keys: list[BlockKey]
 
 def test_it_does_not_wait_and_can_be_called_off(store: Store, keys: list[BlockKey]) -> None:
     started = time.monotonic()
-    store.hint(keys, 20.0).cancel()
+    store.prefetch(keys, 20.0).cancel()
     assert time.monotonic() - started < 10.0
     assert None not in tiers(store, keys)
 
 
 def test_what_is_there_or_unknown_needs_nothing(store: Store, keys: list[BlockKey]) -> None:
     assert None not in tiers(store, keys)
-    assert store.hint(keys, 20.0).wait(0.0)
-    assert store.hint(prompt(space_of(store), 2, 3), 20.0).wait(0.0)
+    assert store.prefetch(keys, 20.0).wait(0.0)
+    assert store.prefetch(prompt(space_of(store), 2, 3), 20.0).wait(0.0)
 
 
 def test_it_takes_no_more_than_a_part_of_memory(tmp_path: Path, keys: list[BlockKey]) -> None:
@@ -65,13 +65,13 @@ def test_it_takes_no_more_than_a_part_of_memory(tmp_path: Path, keys: list[Block
     small = settings(tmp_path, dram={"capacity": "512KiB"})
     with kvdepot.open(**small) as store:
         space_of(store)
-        hint = store.hint(keys, 20.0)
+        hint = store.prefetch(keys, 20.0)
         assert hint.wait(60.0)
         assert hint.brought == 3
 
 
 def test_a_deadline_that_has_passed_is_the_end_of_it(store: Store, keys: list[BlockKey]) -> None:
-    hint = store.hint(keys, 0.0)
+    hint = store.prefetch(keys, 0.0)
     assert hint.wait(60.0)
     assert hint.brought == 0
 
@@ -81,7 +81,7 @@ def test_closing_calls_it_off(tmp_path: Path, keys: list[BlockKey]) -> None:
     crawling = replace(SLOW, read_bandwidth=200_000)
     store = open_emulated({"hdd": crawling}, **settings(tmp_path))
     space_of(store)
-    store.hint(keys, 20.0)
+    store.prefetch(keys, 20.0)
     assert store.close()
 
 
@@ -90,7 +90,7 @@ def test_a_block_without_room_in_memory_is_not_read(tmp_path: Path, keys: list[B
     with kvdepot.open(**settings(tmp_path, dram={"capacity": "512KiB"})) as store:
         others = prompt(space_of(store), 2, 30)
         with store.lease(fill_memory(store, others)):
-            hint = store.hint(keys, 300.0)
+            hint = store.prefetch(keys, 300.0)
             assert hint.wait(60.0), "it does not wait for room"
             assert (hint.wanted, hint.brought) == (3, 0)
         assert store.stats()["counters"]["hinted"] == 0
@@ -122,7 +122,7 @@ def test_a_hint_brings_what_is_not_promoted_otherwise(tmp_path: Path, keys: list
     with kvdepot.open(**settings(tmp_path, hdd={"promote": False})) as store:
         space_of(store)
         assert tiers(store, keys) == tiers(store, keys) == ["hdd"] * BLOCKS
-        assert store.hint(keys, 20.0).wait(60.0)
+        assert store.prefetch(keys, 20.0).wait(60.0)
         assert tiers(store, keys) == ["dram"] * BLOCKS
 
 
@@ -131,7 +131,7 @@ def test_a_deadline_in_the_past_is_refused(
     store: Store, keys: list[BlockKey], deadline_s: float
 ) -> None:
     with pytest.raises(ConfigError, match="deadline_s"):
-        store.hint(keys, deadline_s)
+        store.prefetch(keys, deadline_s)
 
 
 def test_many_hints_from_many_threads(store: Store, keys: list[BlockKey]) -> None:
@@ -140,10 +140,10 @@ def test_many_hints_from_many_threads(store: Store, keys: list[BlockKey]) -> Non
 
     def work(number: int) -> None:
         for turn in range(20):
-            hint = store.hint(keys[: 1 + (number + turn) % BLOCKS], 20.0)
+            hint = store.prefetch(keys[: 1 + (number + turn) % BLOCKS], 20.0)
             if turn % 3:
                 hint.cancel()
-            found.append(hint.nbytes)
+            found.append(hint.brought)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:

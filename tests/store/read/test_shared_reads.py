@@ -45,7 +45,7 @@ def test_a_block_that_is_asked_for_twice_in_one_call_is_read_once(
 
 
 def test_a_hint_that_is_under_way_is_not_read_again(store: Store, keys: list[BlockKey]) -> None:
-    hint = store.hint(keys, 20.0)
+    hint = store.prefetch(keys, 20.0)
     found = tiers(store, keys)
     assert hint.wait(60.0)
     assert None not in found

@@ -32,17 +32,17 @@ def put_with(
 def test_they_are_read_from_memory_from_drives_and_after_a_restart(tmp_path: Path) -> None:
     with kvdepot.open(**settings(tmp_path / "kv")) as store:
         keys, ids = put_with(store, 7)
-        assert store.token_ids(keys) == ids
+        assert store.routing.token_ids(keys) == ids
         assert store.flush()
         store.inspect().drop_from_memory(keys)
-        assert store.token_ids(keys) == ids
-        assert store.get(keys[0], bytearray(BLOCK)).tier == "ssd"
-        assert store.token_ids(keys) == ids, "read back into memory with the block"
+        assert store.routing.token_ids(keys) == ids
+        assert store.get_many([keys[0]], [bytearray(BLOCK)])[0].tier == "ssd"
+        assert store.routing.token_ids(keys) == ids, "read back into memory with the block"
     with kvdepot.open(**settings(tmp_path / "kv")) as store:
-        assert store.token_ids(keys) == ids
+        assert store.routing.token_ids(keys) == ids
         assert store.remove(keys[:1]) == 1
-        assert store.token_ids(keys) == [[], *ids[1:]]
-        assert store.check().ok
+        assert store.routing.token_ids(keys) == [[], *ids[1:]]
+        assert store.admin.check().ok
 
 
 def test_a_slot_that_is_filled_in_place_has_them_too(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_slot_that_is_filled_in_place_has_them_too(tmp_path: Path) -> None:
                 assert view is not None
                 view[:] = payload_for(key, BLOCK)
             slots.seal()
-        assert store.token_ids(keys) == [ids[:TOKENS], ids[TOKENS:]]
+        assert store.routing.token_ids(keys) == [ids[:TOKENS], ids[TOKENS:]]
 
 
 def test_blocks_without_token_ids_have_none_and_get_none_of_others(tmp_path: Path) -> None:
@@ -64,8 +64,8 @@ def test_blocks_without_token_ids_have_none_and_get_none_of_others(tmp_path: Pat
         assert store.remove(keys) == len(keys)
         plain = space_of(store, "other").keys(list(range(TOKENS * BLOCKS)))
         assert all(store.put_many(plain, [payload_for(key, BLOCK) for key in plain]))
-        assert store.token_ids(plain) == [[]] * BLOCKS
-        assert store.token_ids(keys) == [[]] * BLOCKS
+        assert store.routing.token_ids(plain) == [[]] * BLOCKS
+        assert store.routing.token_ids(keys) == [[]] * BLOCKS
 
 
 @pytest.mark.parametrize("count", [0, 1, TOKENS * 2 - 1, TOKENS * 2 + 1])
@@ -84,7 +84,7 @@ def test_a_damaged_head_gives_none(tmp_path: Path) -> None:
     with kvdepot.open(**settings(tmp_path / "kv")) as store:
         keys, ids = put_with(store, 7)
         store.inspect().damage_memory(keys[0], TABLE_OFFSET + 8 * LAYOUT.layers + 1)
-        assert store.token_ids(keys) == [[], *ids[1:]]
+        assert store.routing.token_ids(keys) == [[], *ids[1:]]
 
 
 def test_they_are_in_the_object_tier_and_told_without_a_request(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_they_are_in_the_object_tier_and_told_without_a_request(tmp_path: Path) 
     with kvdepot.open(**given) as store:
         before = store.stats()["tiers"]["object"]["drives"][0]["requests"]["gets"]
         assert store.match(keys).tiers == ("object",) * BLOCKS
-        assert store.token_ids(keys) == ids
+        assert store.routing.token_ids(keys) == ids
         assert store.stats()["tiers"]["object"]["drives"][0]["requests"]["gets"] == before
 
 

@@ -27,7 +27,7 @@ def archive(tmp_path: Path) -> Path:
         keys = prompt(space_of(store), 1, BLOCKS)
         payloads = [payload_for(key, BLOCK_BYTES) for key in keys]
         assert all(store.put_many(keys, payloads, token_ids=IDS))
-        store.session("chat", keys)
+        store.sessions.name("chat", keys)
         facts = store.sessions.export("chat", path)
     assert (facts["blocks"], facts["bytes"]) == (BLOCKS, path.stat().st_size)
     assert path.stat().st_mode & 0o077 == 0, "for its owner alone"
@@ -51,14 +51,14 @@ def test_another_store_has_the_same_blocks(archive: Path, tmp_path: Path) -> Non
         assert store.sessions.pin("chat", for_s=60)
     with opened(tmp_path) as store:
         assert tiers(store, expected(store)) == ["ssd"] * BLOCKS, "every byte is compared"
-        assert [one for ids in store.token_ids(expected(store)) for one in ids] == IDS
+        assert [one for ids in store.routing.token_ids(expected(store)) for one in ids] == IDS
 
 
 def test_it_is_not_written_over_a_file_or_by_half(tmp_path: Path, archive: Path) -> None:
     with opened(tmp_path) as store:
         keys = prompt(space_of(store), 1, 6)
         put(store, keys[:3])
-        store.session("chat", keys)
+        store.sessions.name("chat", keys)
         with pytest.raises(ConfigError, match="is there already"):
             store.sessions.export("chat", archive)
         with pytest.raises(ConfigError, match="block 3 of 6 cannot be read: absent"):

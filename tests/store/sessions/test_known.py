@@ -27,40 +27,40 @@ SLOW = DriveModel(read_bandwidth=10**8, write_bandwidth=10**8, seek=0.001)
 def store(tmp_path: Path) -> Iterator[Store]:
     with kvdepot.open(**small(tmp_path / "kv")) as opened:
         yield opened
-        assert opened.check()
+        assert opened.admin.check()
 
 
 class TestNames:
     def test_a_name_stands_for_the_keys_that_were_given(self, store: Store) -> None:
         keys = prompt(space_of(store), 1, 6)
         put(store, keys[:4])
-        assert store.session("chat", keys) == 4, "the others are not here"
+        assert store.sessions.name("chat", keys) == 4, "the others are not here"
         put(store, keys)
-        assert store.session("chat", state="pending") == 6
-        assert store.session("chat", state="closed") == 6
-        assert store.session("chat") == 0, "a closed session is forgotten"
-        assert store.session("another") == 0
+        assert store.sessions.name("chat", state="pending") == 6
+        assert store.sessions.name("chat", state="closed") == 6
+        assert store.sessions.name("chat") == 0, "a closed session is forgotten"
+        assert store.sessions.name("another") == 0
 
     def test_a_longer_prompt_replaces_the_one_before(self, store: Store) -> None:
         keys = prompt(space_of(store), 1, 6)
         put(store, keys)
-        store.session("chat", keys[:2])
-        store.session("chat", keys)
-        assert store.session("chat") == 6
+        store.sessions.name("chat", keys[:2])
+        store.sessions.name("chat", keys)
+        assert store.sessions.name("chat") == 6
 
     def test_unknown_states_and_bad_names_are_refused(self, store: Store) -> None:
         keys = prompt(space_of(store), 1, 1)
         with pytest.raises(ConfigError, match="'asleep' is not one of alive, pending, closed"):
-            store.session("chat", keys, "asleep")
+            store.sessions.name("chat", keys, "asleep")
         for name in ("", "x" * 201, None, 7):
             with pytest.raises(ConfigError, match="1 to 200 bytes"):
-                store.session(name, keys)  # type: ignore[arg-type]
+                store.sessions.name(name, keys)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="1 to 200 bytes"):
-            store.hint("", 1.0)
+            store.sessions.prefetch("", 1.0)
         with pytest.raises(KeyFormatError):
-            store.session("chat", [BlockKey(b"short")])
+            store.sessions.name("chat", [BlockKey(b"short")])
         with pytest.raises(KeyFormatError, match="not registered"):
-            store.session("chat", [BlockKey(bytes(32))])
+            store.sessions.name("chat", [BlockKey(bytes(32))])
 
     def test_the_same_name_of_two_tenants_is_two_sessions(self, store: Store) -> None:
         ours = store.namespace(model="m", layout=LAYOUT, tenant="a", secret=b"1" * 16)
@@ -68,12 +68,12 @@ class TestNames:
         mine, other = prompt(ours, 1, 3), prompt(theirs, 1, 5)
         put(store, mine)
         put(store, other)
-        store.session("chat", mine)
-        store.session("chat", other)
-        assert store.session("chat", tenant="a") == 3
-        assert store.session("chat", state="closed", tenant="b") == 5
-        assert store.session("chat", tenant="a") == 3
-        assert store.session("chat", tenant="b") == store.session("chat") == 0
+        store.sessions.name("chat", mine)
+        store.sessions.name("chat", other)
+        assert store.sessions.name("chat", tenant="a") == 3
+        assert store.sessions.name("chat", state="closed", tenant="b") == 5
+        assert store.sessions.name("chat", tenant="a") == 3
+        assert store.sessions.name("chat", tenant="b") == store.sessions.name("chat") == 0
 
     def test_a_session_has_a_prompt_in_each_namespace_of_its_tenant(self, store: Store) -> None:
         shards = [
@@ -82,8 +82,8 @@ class TestNames:
         ]
         both = [key for shard in shards for key in prompt(shard, 1, 4)]
         put(store, both)
-        assert store.session("chat", both) == 8
-        assert store.session("chat") == 8
+        assert store.sessions.name("chat", both) == 8
+        assert store.sessions.name("chat") == 8
 
 
 class Books:
@@ -138,9 +138,10 @@ class TestBounds:
         tag = keys[0][:8]
         books.sessions.tell(tag, "chat", words[:5], SessionState.ALIVE)
         books.sessions.tell(tag, "chat", words[5:], SessionState.PENDING, 5)
-        assert books.sessions.recall([tag], "chat") == ([keys], SessionState.PENDING)
+        prompt = books.sessions.find(tag, "chat")
+        assert prompt and (prompt.keys(tag), prompt.state) == (keys, SessionState.PENDING)
         books.sessions.tell(tag, "chat", words[5:], SessionState.ALIVE, 3)
-        assert books.sessions.recall([tag], "chat") == ([keys], SessionState.PENDING), "a gap"
+        assert books.sessions.find(tag, "chat") == prompt, "a gap"
 
 
 class TestMemory:
@@ -151,8 +152,8 @@ class TestMemory:
         for keys in chains:
             put(store, keys)
         assert store.flush()
-        store.session("pending", chains[0], "pending")
-        store.session("closed", chains[3], "closed")
+        store.sessions.name("pending", chains[0], "pending")
+        store.sessions.name("closed", chains[3], "closed")
         for number in range(2):
             put(store, prompt(space, 100 + number, 10))
         found = [store.match(keys).tiers.count("dram") for keys in chains]
@@ -167,7 +168,7 @@ class TestMemory:
         for tail in more:
             put(store, shared + tail)
         assert store.flush()
-        store.session("one", shared + more[0], "closed")
+        store.sessions.name("one", shared + more[0], "closed")
         catalog = store.inspect().catalog
         closed = [row in catalog.closed for row in catalog.rows(shared + more[0] + more[1])]
         assert closed == [False] * 5 + [True] * 5 + [False] * 5
@@ -175,19 +176,19 @@ class TestMemory:
     def test_what_another_session_ends_with_stays(self, store: Store) -> None:
         keys = prompt(space_of(store), 1, 6)
         put(store, keys)
-        store.session("short", keys[:3])
-        store.session("long", keys, "closed")
+        store.sessions.name("short", keys[:3])
+        store.sessions.name("long", keys, "closed")
         catalog = store.inspect().catalog
         assert [row in catalog.closed for row in catalog.rows(keys)] == [False] * 3 + [True] * 3
-        store.session("short", state="closed")
+        store.sessions.name("short", state="closed")
         assert [row in catalog.closed for row in catalog.rows(keys)] == [True] * 6
 
     def test_who_uses_it_again_opens_it(self, store: Store) -> None:
         keys = prompt(space_of(store), 1, 4)
         put(store, keys)
         catalog = store.inspect().catalog
-        for again in (lambda: tiers(store, keys), lambda: store.session("chat", keys)):
-            store.session("chat", keys, "closed")
+        for again in (lambda: tiers(store, keys), lambda: store.sessions.name("chat", keys)):
+            store.sessions.name("chat", keys, "closed")
             assert all(row in catalog.closed for row in catalog.rows(keys))
             again()
             assert not any(row in catalog.closed for row in catalog.rows(keys))
@@ -204,14 +205,14 @@ class TestDrives:
                 assert store.flush()
                 assert None not in tiers(store, keys)
                 if number % 2:
-                    store.session(f"chat {number}", keys, "closed")
+                    store.sessions.name(f"chat {number}", keys, "closed")
             for number in range(25):
                 put(store, prompt(space, 100 + number, 8))
                 assert store.flush()
             left = [len(store.match(keys)) for keys in chains]
             assert left[0::2] == [8, 8, 8]
             assert max(left[1::2]) == 0
-            assert store.check()
+            assert store.admin.check()
 
     def test_the_segment_of_closed_sessions_goes_first(self, tmp_path: Path) -> None:
         tree = settings(tmp_path, dram={"capacity": "1MiB"})
@@ -222,7 +223,7 @@ class TestDrives:
             for keys in chains:
                 put(store, keys)
                 assert store.flush()
-            store.session("third", chains[2], "closed")
+            store.sessions.name("third", chains[2], "closed")
             number = 100
             while not store.stats()["counters"]["evicted_ssd"]:
                 put(store, prompt(space, number, 7))
@@ -245,9 +246,9 @@ class TestHints:
     def test_a_session_is_hinted_at_by_its_name(self, tmp_path: Path, keys: list[BlockKey]) -> None:
         with open_emulated({"hdd": SLOW}, **settings(tmp_path)) as store:
             space_of(store)
-            assert store.hint("chat", 20.0).wait(0.0), "nobody knows it"
-            assert store.session("chat", keys) == 10
-            hint = store.hint("chat", 20.0)
+            assert store.sessions.prefetch("chat", 20.0).wait(0.0), "nobody knows it"
+            assert store.sessions.name("chat", keys) == 10
+            hint = store.sessions.prefetch("chat", 20.0)
             assert hint.wait(60.0)
             assert (hint.wanted, hint.brought) == (10, 10)
             assert store.match(keys).tiers == ("dram",) * 10
@@ -259,9 +260,9 @@ class TestHints:
     ) -> None:
         with kvdepot.open(**settings(tmp_path)) as store:
             space_of(store)
-            store.namespace(model="m", layout=LAYOUT, tenant="b", secret=b"2" * 16)
-            store.session("chat", keys)
-            assert store.hint("chat", 20.0, tenant="b").wanted == 0
+            other = store.namespace(model="m", layout=LAYOUT, tenant="b", secret=b"2" * 16)
+            store.sessions.name("chat", keys)
+            assert store.sessions.prefetch("chat", namespace=other.tag.hex()).wanted == 0
 
     def test_the_shards_of_a_session_come_together(self, tmp_path: Path) -> None:
         """Three of eight blocks fit: two heads and one more, not three of one shard."""
@@ -275,8 +276,8 @@ class TestHints:
         with kvdepot.open(**tree) as store:
             for rank in range(2):
                 store.namespace(model="m", layout=LAYOUT, shard_rank=rank, shard_size=2)
-            store.session("chat", shards[0] + shards[1])
-            hint = store.hint("chat", 20.0)
+            store.sessions.name("chat", shards[0] + shards[1])
+            hint = store.sessions.prefetch("chat", 20.0)
             assert hint.wait(60.0)
             brought = [store.match(keys).tiers.count("dram") for keys in shards]
             assert sorted(brought) == [1, 2]

@@ -44,12 +44,12 @@ def opened(path: Path, **ledger: float) -> Store:
 
 
 def measured(store: Store, space: NamespaceHandle) -> None:
-    assert store.sessions.tell_prefill(space.tag.hex(), TOKEN_S, PAIR_S)
+    assert store.admin.report_prefill_speed(space.tag.hex(), TOKEN_S, PAIR_S)
 
 
 def session_of(store: Store, name: str) -> dict[str, Any]:
     found: dict[str, dict[str, Any]]
-    found = {one["name"]: one for one in store.sessions.ledger()["sessions"]}
+    found = {one["name"]: one for one in store.admin.ledger()["sessions"]}
     return found[name]
 
 
@@ -72,7 +72,7 @@ def test_prefill_by_the_measured_speed_and_the_context(tmp_path: Path) -> None:
         keys = prompt(space, 1, 6)
         put(store, keys)
         tiers(store, keys[2:5])
-        store.session("chat", keys)
+        store.sessions.name("chat", keys)
         found = session_of(store, "chat")
         assert found["tokens"] == 3 * TOKENS and found["untimed_tokens"] == 0
         pairs = sum(2 * TOKENS + before for before in range(3 * TOKENS)) + 3 * TOKENS / 2
@@ -89,15 +89,15 @@ def test_each_call_counts_for_the_session_that_is_told_of_with_it(tmp_path: Path
         chats = {name: space.keys([*head, *[at] * TOKENS * 2]) for at, name in enumerate("abc")}
         for name, keys in chats.items():
             put(store, keys)
-            store.session(name, keys)
+            store.sessions.name(name, keys)
         tiers(store, chats["a"])
         tiers(store, chats["b"][:2])  # what all three share
-        store.session("b", chats["b"])
-        store.session("a", chats["a"])
+        store.sessions.name("b", chats["b"])
+        store.sessions.name("a", chats["a"])
         tiers(store, prompt(space, 9, 2))  # misses save nothing
-        found = store.sessions.ledger()["sessions"]
+        found = store.admin.ledger()["sessions"]
         saved = {one["name"]: one["gpu_s"] * 10.0 / TOKENS for one in found}
-        total = store.sessions.ledger()["total"]["gpu_s"] * 10.0 / TOKENS
+        total = store.admin.ledger()["total"]["gpu_s"] * 10.0 / TOKENS
     assert saved == {"a": 4, "b": 2} and total == pytest.approx(6)
 
 
@@ -106,7 +106,7 @@ def test_tokens_of_an_unknown_speed_are_said_to_be(tmp_path: Path) -> None:
         keys = prompt(space_of(store), 1, 2)
         put(store, keys)
         tiers(store, keys)
-        found = store.sessions.ledger()["total"]
+        found = store.admin.ledger()["total"]
         assert found["untimed_tokens"] == found["tokens"] == 2 * TOKENS and found["gpu_s"] == 0
         assert store.stats()["ledger"]["gpu_s"] is None
 
@@ -118,7 +118,7 @@ def test_tenants_are_told_apart(tmp_path: Path) -> None:
             keys = prompt(space, 1, blocks)
             put(store, keys)
             tiers(store, keys)
-        found = {one["tenant"]: one["gpu_s"] for one in store.sessions.ledger()["tenants"]}
+        found = {one["tenant"]: one["gpu_s"] for one in store.admin.ledger()["tenants"]}
     assert found == {"one": TOKENS, "two": 3 * TOKENS}
 
 
@@ -126,10 +126,12 @@ def test_tenants_are_told_apart(tmp_path: Path) -> None:
 def test_a_speed_that_makes_no_sense_is_refused(tmp_path: Path, token_s: float) -> None:
     with opened(tmp_path) as store:
         with pytest.raises(ConfigError, match="token_s"):
-            store.sessions.tell_prefill(space_of(store).tag.hex(), token_s)
-        assert not store.sessions.tell_prefill("00" * 8, 1.0), "a namespace that is not registered"
+            store.admin.report_prefill_speed(space_of(store).tag.hex(), token_s)
+        assert not store.admin.report_prefill_speed("00" * 8, 1.0), (
+            "a namespace that is not registered"
+        )
         with pytest.raises(ConfigError, match="namespace"):
-            store.sessions.tell_prefill("no tag", 1.0)
+            store.admin.report_prefill_speed("no tag", 1.0)
 
 
 def test_windows_and_states_do_not_count_twice(tmp_path: Path) -> None:
@@ -140,7 +142,7 @@ def test_windows_and_states_do_not_count_twice(tmp_path: Path) -> None:
         keys = prompt(store.namespace(model="m", layout=layout), 1, 2)
         put(store, keys)
         assert tiers(store, keys) == ["dram"] * 2
-        assert store.sessions.ledger()["total"]["tokens"] == 0
+        assert store.admin.ledger()["total"]["tokens"] == 0
 
 
 @pytest.mark.parametrize("name", ["gpu_price_per_hour", "gpu_watts", "prefill_tokens_per_s"])
@@ -168,9 +170,9 @@ def test_tokens_are_counted_by_the_tier_that_they_came_from(tmp_path: Path) -> N
         put(store, keys[:2])
         found = tiers(store, keys)
         assert found.count("ssd") > 0
-        store.session("chat", keys)
+        store.sessions.name("chat", keys)
         expected = {tier: found.count(tier) * TOKENS for tier in set(found) if tier is not None}
-        page, stats = store.sessions.ledger(), store.stats()
+        page, stats = store.admin.ledger(), store.stats()
     assert page["tenants"][0]["tiers"] == page["sessions"][0]["tiers"] == expected
     for tier, tokens in expected.items():
         assert values(stats)[f'kvdepot_get_tokens_total{{tier="{tier}"}}'] == tokens
@@ -210,11 +212,11 @@ def test_counts_begin_at_zero_when_the_store_is_opened(tmp_path: Path) -> None:
         keys = prompt(space_of(store), 1, 4)
         put(store, keys)
         tiers(store, keys)
-        store.session("chat", keys)
+        store.sessions.name("chat", keys)
         assert session_of(store, "chat")["tokens"] == 4 * TOKENS
         assert store.sessions.pin("chat"), "the session is on the drive"
     with opened(tmp_path, prefill_tokens_per_s=SPEED) as store:
-        page = store.sessions.ledger()
+        page = store.admin.ledger()
         assert store.sessions.show("chat")[0]["blocks"] == 4
     assert page["tenants"] == page["sessions"] == [] and page["total"]["tokens"] == 0
 

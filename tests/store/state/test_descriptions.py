@@ -68,7 +68,7 @@ def test_namespaces_without_blocks_do_not_fill_a_store(tmp_path: Path) -> None:
             keys = prompt(spaces[number], number, 4)
             assert all(put(store, keys)) and store.flush(keys=keys)
             until(partial(is_described, store, f"tenant-{number}"))
-        assert store.check().ok
+        assert store.admin.check().ok
     with opened(tmp_path) as store:
         keys = prompt(named(store, "tenant-119"), 119, 4)
         assert all(store.get_many(keys, [bytearray(BLOCK_BYTES) for _ in keys]))
@@ -89,7 +89,7 @@ def test_namespaces_with_blocks_have_a_limit(tmp_path: Path) -> None:
             add_many()
         assert "capacity" in refused.value.hint
         for space in spaces[-5:]:
-            assert store.remove_namespace(space) == 1
+            assert store.remove(namespace=space) == 1
         assert named(store, "one-more").tag
         with pytest.raises(ConfigError, match="at most"):
             named(store, "x" * 20_000)
@@ -104,7 +104,7 @@ def test_the_name_of_a_removed_tenant_leaves_the_disk(tmp_path: Path, reopened: 
         reclaim_everything(store)  # its description was carried: there was more than one copy
         assert all(put(store, prompt(space, 2, 2))) and store.flush()
         assert names_on_disk(tmp_path)
-        assert store.remove_namespace(space)
+        assert store.remove(namespace=space)
         if reopened:
             store.close()
             store = opened(tmp_path)
@@ -120,7 +120,7 @@ def test_a_namespace_that_is_used_again_is_described_again(tmp_path: Path) -> No
     with opened(tmp_path) as store:
         space = named(store, "again")
         put(store, prompt(space, 1, 2))
-        store.remove_namespace(space)
+        store.remove(namespace=space)
         assert "again" not in described(store)
         put(store, prompt(space, 1, 2))
         until(lambda: "again" in described(store))

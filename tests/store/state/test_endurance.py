@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import kvdepot
 from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
 from kvdepot.core.endurance import BURST_S, DAY_S
+from kvdepot.core.metadata import MetaKind
 from kvdepot.errors import ConfigError
-from kvdepot.format.segment import Superblock
 from kvdepot.io.files import Files, Ops, Pending
 from kvdepot.native import WRITE
+from kvdepot.store.check.offline import opened as opened_offline
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.clocks import ManualClock
@@ -69,9 +71,10 @@ def wear(store: Store, drive: int = 0) -> dict[str, Any]:
 
 def kept(path: Path) -> tuple[float, float]:
     """What the drive says may be written, and when that was so."""
-    known = Superblock.parse((path / "ssd" / "superblock").read_bytes())
-    assert isinstance(known, Superblock)
-    return known.budget_bytes, known.budget_at_s
+    with opened_offline(path / "ssd") as volume:
+        entry = volume.metadata.own(MetaKind.BUDGET)
+    level, at_s = struct.unpack("<dd", entry.value) if entry and entry.value else (0.0, 0.0)
+    return level, at_s
 
 
 class TestBudget:
@@ -87,7 +90,7 @@ class TestBudget:
             assert all(len(store.match(keys)) == 4 for keys in everything), "below, or in memory"
             assert wear(store)["bytes"] == pytest.approx(files.written["ssd"], rel=0.02)
             assert wear(store)["bytes_per_day"] == pytest.approx(wear(store)["bytes"], rel=0.01)
-            assert store.check().ok
+            assert store.admin.check().ok
         assert 0.8 * DAILY_BYTES < files.written["ssd"] <= DAILY_BYTES
 
     @pytest.mark.parametrize("crash", [False, True])
@@ -198,9 +201,9 @@ class TestBypass:
     ) -> None:
         clock = ManualClock(1e9)
         with opened(tmp_path, clock) as store:
-            store.set_write_mode("hdd", "pass-through")
+            store.volumes.set_write_mode("hdd", "pass-through")
             keys = offer(store, 1, blocks=4)
-            store.set_write_mode("hdd", "write-back")
+            store.volumes.set_write_mode("hdd", "write-back")
             drive = store.inspect().log_volume()
             drive.wear.take(int(drive.wear.level_bytes))
             with store.inspect().state.lock:

@@ -89,7 +89,7 @@ def test_what_stays_is_written_when_the_disk_goes_on(
     assert not inside.lower().queue.deferred
     report = store.flush()
     assert report.durable == len(there) + HALF
-    assert store.check()
+    assert store.admin.check()
 
 
 def test_what_was_asked_for_is_written_first(store: Store) -> None:

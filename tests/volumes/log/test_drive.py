@@ -27,9 +27,7 @@ from kvdepot.core.volume import (
     VolumeContext,
     segment_of,
 )
-from kvdepot.errors import FormatError
 from kvdepot.format.record import record_bytes
-from kvdepot.format.segment import Superblock
 from kvdepot.io.breaker import RetryPauses
 from kvdepot.io.files import Files
 from kvdepot.store.shared_metadata import Written
@@ -512,24 +510,3 @@ def test_a_slot_is_not_used_again_before_a_late_write_has_arrived(
     finally:
         volume.close()
         files.close()
-
-
-def test_a_store_of_an_older_format_is_refused_and_not_touched(tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    folder.mkdir(mode=0o700)
-    superblock = Superblock("6a5ad9c8-5a8e-4d2c-9f5e-0d3f1f6f3c11", 1 << 20, format=1)
-    written = {
-        "superblock": superblock.pack(),
-        "segment-000000.kvs": bytes(range(256)) * 4096,
-        "removals": b"KVREMOV1" + bytes(56),
-        "lock": b"1\n",
-    }
-    for name, content in written.items():
-        (folder / name).write_bytes(content)
-        (folder / name).chmod(0o600)
-    with pytest.raises(FormatError, match="store of format 1") as refused:
-        kvdepot.open(dram="2MiB", ssd={"path": str(folder), "capacity": "16MiB"})
-    assert "remove the folder" in refused.value.hint
-    left = {one.name: one.read_bytes() for one in folder.iterdir()}
-    left["lock"] = written["lock"]  # it has the process that looked
-    assert left == written

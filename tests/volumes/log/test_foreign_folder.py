@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 from tests.support.small_store import prompt, put, space_of
+from tests.support.volumes import open_log
 
 from kvdepot.errors import FormatError
+from kvdepot.io.files import Files
 from kvdepot.store.open import open_store
+from kvdepot.testing.contract import put as put_records
+from kvdepot.testing.contract import store as store_records
+from kvdepot.testing.images import make_key, make_records, removal_of
 
 THEIRS = b"theirs\n"
 NAMES = [
@@ -100,3 +105,27 @@ def test_a_store_is_known_by_any_one_of_its_files(tmp_path: Path, kept: str) -> 
     except FormatError as error:  # a store, of which the metadata is lost
         assert kept in ("superblock", "segment-000000.kvs") and "metadata" in str(error)
     assert kept == "lock" or (folder / "notes.txt").read_bytes() == THEIRS
+
+
+def test_another_store_that_takes_the_place_of_an_open_one_is_not_touched(tmp_path: Path) -> None:
+    """The folder of a drive is moved away, and the folder of another drive is put there."""
+    files = Files("python")
+    other, volume = (
+        open_log(tmp_path / name, files, segments=4, segment_bytes=128 << 10)
+        for name in ("other", "kv")
+    )
+    for one in (other, volume):
+        store_records(one, [make_key(1)])
+    other.close()
+    before = contents(tmp_path / "other")
+    (tmp_path / "kv").rename(tmp_path / "away")
+    (tmp_path / "other").rename(tmp_path / "kv")
+    volume.metadata._rewrite_at = 0  # as after a failure, or when the log has grown
+    assert not volume.put_meta(removal_of(make_key(1)))
+    for number in range(40):  # more than the segment that it has
+        put_records(volume, make_records([make_key(number)], 12_000))
+    assert not volume.sync(1.0)
+    volume.set_limits(0, may_write=False)
+    volume.close()
+    assert contents(tmp_path / "kv") == before
+    files.close()

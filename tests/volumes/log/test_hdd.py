@@ -248,6 +248,21 @@ def test_who_gives_up_while_it_is_read_waits_for_its_memory() -> None:
     files.close()
 
 
+def test_a_drive_may_be_closed_while_its_first_read_begins() -> None:
+    files = Recorder()
+    files.go.set()
+    for _ in range(300):
+        elevator = Elevator(files, "kvdepot-test-head", time.monotonic)
+        reads = request([1])
+        submits = threading.Thread(target=elevator.submit, args=[reads])
+        submits.start()
+        elevator.close()
+        submits.join()
+        assert reads.wait(60.0)
+        elevator.close()
+    files.close()
+
+
 class Broken(Recorder):
     """Fails with something that no caller expects, the first time."""
 
@@ -259,12 +274,14 @@ class Broken(Recorder):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_exception_fails_one_round_and_the_next_is_read() -> None:
+def test_an_exception_fails_one_round_and_the_next_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     files = Broken()
     elevator = Elevator(files, "kvdepot-test-head", time.monotonic)
     ended = threading.Event()
     first = request([1])
-    first.at_end = ended.set
+    monkeypatch.setattr(first, "on_answer", ended.set)
     elevator.submit(first)
     assert ended.wait(10.0) and first.wait(10.0)
     assert first.results.tolist() == [-errno.EIO]
@@ -278,7 +295,9 @@ def test_an_exception_fails_one_round_and_the_next_is_read() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("where", ["answer", "read"])
-def test_an_exception_ends_a_round_and_not_the_drive(where: str) -> None:
+def test_an_exception_ends_a_round_and_not_the_drive(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = Recorder()
     files.go.set()
     elevator = Elevator(files, "kvdepot-test-head", time.monotonic)
@@ -288,7 +307,7 @@ def test_an_exception_ends_a_round_and_not_the_drive(where: str) -> None:
         raise MemoryError
 
     if where == "answer":
-        bad.at_end = raises
+        monkeypatch.setattr(bad, "on_answer", raises)
     else:
         bad.places = np.zeros(2, np.int64)  # more places than reads: an IndexError
     elevator.submit(bad)

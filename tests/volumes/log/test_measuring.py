@@ -14,8 +14,7 @@ import kvdepot
 from kvdepot.config.settings import load
 from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.io.files import Files, Ops, Pending
-from kvdepot.io.speed import Profile, ThroughputMeter
-from kvdepot.io.survey import FLASH, HEAD, VolumeBenchmark
+from kvdepot.io.speed import FLASH, HEAD, Profile, VolumeBenchmark
 from kvdepot.native import READ, WRITE
 from kvdepot.store.check.offline import audit
 from kvdepot.store.open import assemble
@@ -27,6 +26,7 @@ from kvdepot.testing.images import STAMPS
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 from kvdepot.volumes.log.measuring import Measuring
 from kvdepot.volumes.log.metadata import COPIES
+from kvdepot.volumes.log.reader import ThroughputMeter
 from kvdepot.volumes.log.volume import LogVolume
 
 MODEL = DriveModel(read_bandwidth=200_000_000, write_bandwidth=100_000_000, seek=0.01)
@@ -183,7 +183,7 @@ def measured(path: Path) -> Any:
     with kvdepot.open(**small(path, profile="always")) as store:
         assert eventually(lambda: profile_of(store))
         assert volume_of(store).wear.written_bytes > 1 << 20, "what it cost is counted"
-        assert store.check().ok
+        assert store.admin.check().ok
         return profile_of(store)
 
 
@@ -249,7 +249,7 @@ class TestStore:
         measured(tmp_path)
         with kvdepot.open(**small(tmp_path)) as store:
             space_of(store)
-            store.add_drive("ssd", tmp_path / "more")
+            store.volumes.add("ssd", tmp_path / "more")
             first, second = (store.inspect().log_volume(number) for number in (0, 1))
             profiles = [one["profile"] for one in store.stats()["tiers"]["ssd"]["drives"]]
             assert [profile is not None for profile in profiles] == [True, False]
@@ -266,7 +266,7 @@ class TestStore:
             files.clear()
             assert profile_of(store) is None
             assert not len(volume_of(store).segments().segments)
-            assert store.check().ok
+            assert store.admin.check().ok
 
     @pytest.mark.slow
     def test_closing_does_not_wait_for_it(self, tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvdepot.core.metadata import MetaEntry, MetaKind, Tombstone
-from kvdepot.format.metadata import FRAMES_AT, LogCopy
+from kvdepot.format.metadata import FRAMES_AT, LogCopy, VolumeHeader
 from kvdepot.io.files import Files
+from kvdepot.testing.images import STAMPS
 from kvdepot.volumes.log.metadata import COPIES, FileCopy, MetadataLog
 
 STORE = bytes(range(16))
@@ -26,7 +27,7 @@ def files() -> Iterator[None]:
 
 def opened(folder: Path, limit: int = 1 << 20) -> MetadataLog:
     copies = [FileCopy(folder / name, _files[-1], limit, writable=True) for name in COPIES]
-    return MetadataLog(copies, STORE, fsync="flush")
+    return MetadataLog(copies, VolumeHeader(STORE, 1 << 20), STAMPS, fsync="flush")
 
 
 def loaded(folder: Path) -> MetadataLog:

@@ -29,7 +29,7 @@ def opened(path: Path) -> Store:
     ssd = {"path": str(path), "capacity": 8 << 17, "segment": 1 << 17, "profile": "never"}
     dram = {"capacity": 2 << 20, "huge_pages": "never", "prefault": False}
     store = assemble(load(overrides={"dram": dram, "ssd": ssd}))
-    store.register(SPACE)
+    store.namespace(SPACE)
     return store
 
 
@@ -44,7 +44,7 @@ def put(store: Store, keys: list[BlockKey]) -> None:
 
 def there(path: Path, keys: list[BlockKey]) -> set[BlockKey]:
     with opened(path) as store:
-        return {key for key in keys if store.get(key, bytearray(NBYTES))}
+        return {key for key in keys if store.get_many([key], [bytearray(NBYTES)])[0]}
 
 
 def segments_put_back(path: Path, before: Path) -> None:

@@ -136,7 +136,7 @@ def then_left_out(folder: Path) -> None:
 
 def then_drained(folder: Path) -> None:
     with opened(folder, "a", "b") as store:
-        store.drain_drive("ssd", folder / "a")
+        store.volumes.drain("ssd", folder / "a")
 
 
 def then_reused(folder: Path) -> None:
@@ -155,7 +155,7 @@ def test_no_removed_block_is_back(
     then(tmp_path)
     with opened(tmp_path, "b") as store:
         assert back(store, keys) == 0
-        assert store.check().ok
+        assert store.admin.check().ok
 
 
 class Forgetful(random.Random):
@@ -216,7 +216,7 @@ def test_a_drive_that_was_away_too_long_loses_its_blocks(tmp_path: Path) -> None
     with opened(tmp_path, "a", "b") as store:
         assert on_drive(store, keys, 1) == 0
         fill(store, 300, 12)
-        assert store.check().ok
+        assert store.admin.check().ok
     with opened(tmp_path, "b") as store:
         assert not back(store, on_b)
 
@@ -238,9 +238,9 @@ def test_a_drive_that_was_away_for_less_keeps_its_blocks(tmp_path: Path) -> None
 def test_a_drive_that_was_drained_or_never_was_is_not_missed(tmp_path: Path) -> None:
     with opened(tmp_path, "a") as store:
         assert not is_one_missing(store)
-        store.add_drive("ssd", tmp_path / "b")
+        store.volumes.add("ssd", tmp_path / "b")
         fill(store)
-        store.drain_drive("ssd", tmp_path / "b")
+        store.volumes.drain("ssd", tmp_path / "b")
         assert not is_one_missing(store)
     with opened(tmp_path, "a") as store:
         assert not is_one_missing(store)
@@ -294,7 +294,7 @@ def test_what_a_removed_tenant_was_called_leaves_a_drive_that_was_away(tmp_path:
     assert named_on(tmp_path / "a", name) and named_on(tmp_path / "b", name)
     with opened(tmp_path, "a") as store:
         space = store.namespace(model="m", layout=space_of(store).layout, tenant=name)
-        store.remove_namespace(space)
+        store.remove(namespace=space)
     assert not named_on(tmp_path / "a", name)
     with opened(tmp_path, "a", "b"):
         pass

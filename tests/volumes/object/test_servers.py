@@ -104,7 +104,7 @@ def test_three_nodes(stores: OpenStore) -> None:
             keys = keys_for(node, number)
             wait_for(node, keys)
             assert None not in tiers(node, keys)
-        assert node.check().ok
+        assert node.admin.check().ok
 
 
 _WRITER = """
@@ -183,7 +183,7 @@ def test_the_server_is_killed_and_comes_back_under_load(
     until(lambda: bool(first.flush()))
     until(lambda: len(second.match(fresh)) == 8)
     assert None not in tiers(second, fresh)
-    assert first.check().ok and second.check().ok
+    assert first.admin.check().ok and second.admin.check().ok
 
 
 @pytest.mark.parametrize("fault", ["503", "refuse", "cut", "hang"])
@@ -228,7 +228,7 @@ def test_a_new_namespace_does_not_wait_for_a_server_that_hangs(
         asked.join()
         assert answered
         other = stores()
-        until(lambda: "other" in {one.model for one in other.described_namespaces()})
+        until(lambda: "other" in {one.model for one in other.routing.namespaces()})
 
 
 def test_its_speed_is_measured_for_the_first_decision(bucket: Bucket, stores: OpenStore) -> None:
@@ -251,7 +251,7 @@ def test_the_bucket_is_emptied_underfoot(bucket: Bucket, stores: OpenStore) -> N
     assert all(put(first, more)) and first.flush()
     until(lambda: len(second.match(more)) == 8)
     assert tiers(second, more) == ["object"] * 8
-    assert first.check().ok and second.check().ok
+    assert first.admin.check().ok and second.admin.check().ok
 
 
 def test_half_an_object(bucket: Bucket, stores: OpenStore) -> None:
@@ -351,7 +351,7 @@ def test_what_other_programs_put_below_data_stays(
         until(lambda: "data/00000000000000aa/000000000001" not in paths_of(bucket))
         for path in others:
             assert bucket.get(path) == path.encode()
-        assert inner.check(deep=True).ok
+        assert inner.admin.check(deep=True).ok
     reopened = open_store(**tree_of(server, f"{prefix}/data/second", grace="500ms"))
     with closing(reopened):
         space_of(reopened)

@@ -119,7 +119,7 @@ def test_blocks_make_room_when_the_bucket_is_full(stores: OpenStore) -> None:
     (drive,) = store.stats()["tiers"]["object"]["drives"]
     assert drive["used_bytes"] <= 4 << 20
     assert tiers(store, prompt(space, 59, 8)) == ["dram"] * 8
-    assert store.check().ok
+    assert store.admin.check().ok
 
 
 def test_a_read_only_store_reads(stores: OpenStore, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_two_nodes_that_remove_the_same_block_hang_no_third_one(stores: OpenStor
     second.remove(keys)
     third.inspect().state.request_refresh()
     until(lambda: len(third.match(keys)) == 0)
-    assert third.check().ok
+    assert third.admin.check().ok
 
 
 def test_a_key_that_is_named_twice_is_removed_once(stores: OpenStore) -> None:
@@ -183,4 +183,4 @@ def test_a_key_that_is_named_twice_is_removed_once(stores: OpenStore) -> None:
     keys = prompt(space_of(store), 1, 4)
     put(store, keys)
     assert store.remove([keys[0], keys[0]]) == 1
-    assert store.check().ok
+    assert store.admin.check().ok

@@ -1,8 +1,8 @@
-"""Caches that the adapter gives to a model: transformers' own dynamic layers, with additions.
+"""The cache that a served model uses: transformers' dynamic layers with additions.
 
-They start out filled, with room for the rest of the prompt, wait for copies that are still under
-way when a layer is first used, and keep what sliding-window layers would forget until it is saved.
-A static cache is filled from such a cache.
+Its layers start out filled and with memory for the rest of the prompt, wait for copies in progress
+when they are first used, and keep what sliding-window layers would drop until it is saved. A static
+cache is filled from such a cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,22 +22,18 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Hooks(DynamicLayer):  # type: ignore[no-untyped-call]
-    """What all layers here have: a wait for copies under way, and a call after each update."""
+    """A wait for copies in progress, and a call after each update."""
 
     wait: Callable[[], None] | None = None
-    """Called before the filled part is used for the first time."""
+    """Called before the first use of the filled part."""
     on_update: Callable[[], None] | None = None
     """Called when a forward has updated the layer."""
 
     def wait_for_copies(self) -> None:
-        """Make what follows on this thread's stream wait for the copies under way."""
+        """Make this thread's stream wait for the copies in progress."""
         if self.wait is not None:
             self.wait()
             self.wait = None
-
-    def _updated(self) -> None:
-        if self.on_update is not None:
-            self.on_update()
 
     def _before_rearranging(self) -> None:
         raise NotImplementedError
@@ -64,19 +60,18 @@ class DepotLayer(_Hooks):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._room: KV | None = None
+        self._memory: KV | None = None
 
     def fill(self, tensors: KV, length: int) -> None:
-        """Take the first `length` tokens of `tensors`; later ones go into the rest of them."""
+        """Take the first `length` tokens of `tensors`; later tokens go into the rest of them."""
         keys, values = tensors
         self.lazy_initialization(keys, values)
         self.keys, self.values = keys[:, :, :length], values[:, :, :length]
-        self._room = tensors
+        self._memory = tensors
 
     @property
     def in_place(self) -> bool:
-        """Whether all tokens are in the tensors that `fill` was given."""
-        return self._room is not None
+        return self._memory is not None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -84,20 +79,21 @@ class DepotLayer(_Hooks):
         self.wait_for_copies()
         if not self._append(key_states, value_states):
             super().update(key_states, value_states)
-        self._updated()
+        if self.on_update is not None:
+            self.on_update()
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
-        """Use the room behind the filled part, if it suffices: saves a copy of the whole."""
-        if self._room is None:
+        """Write behind the filled part if there is memory, which saves a copy of the whole."""
+        if self._memory is None:
             return False
         start = self.get_seq_length()
         stop = start + key_states.shape[-2]
-        keys, values = self._room
+        keys, values = self._memory
         frozen = keys.is_inference() and not torch.is_inference_mode_enabled()
         if frozen or stop > keys.shape[-2] or key_states.shape[0] != keys.shape[0]:
-            self._room = None
+            self._memory = None
             return False
         keys[:, :, start:stop] = key_states
         values[:, :, start:stop] = value_states
@@ -105,23 +101,23 @@ class DepotLayer(_Hooks):
         return True
 
     def _before_rearranging(self) -> None:
-        """The tensors are about to be replaced, and what was written must stay as it is."""
+        """transformers replaces the tensors; those that were written must not change."""
         self.wait_for_copies()
-        self._room = None
+        self._memory = None
 
 
 class DepotSlidingLayer(_Hooks, DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
-    """A layer that sees a window. Remembers all K and V since `kept_from`, for the offloader."""
+    """A layer that sees a window. Keeps all K and V since `kept_from` for the offloader."""
 
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window=sliding_window)
         self.recording = True
         self.kept_from = 0
-        """The column of the first token that is remembered."""
+        """The column of the first token that is kept."""
         self.kept: list[KV] = []
 
     def fill(self, tensors: KV, length: int) -> None:
-        """Go on after `length` tokens, the last ones of which are `tensors`."""
+        """Continue after `length` tokens, the last ones of which are `tensors`."""
         keys, values = tensors
         self.lazy_initialization(keys, values)
         start = keys.shape[-2] - min(keys.shape[-2], self.sliding_window - 1)
@@ -135,24 +131,24 @@ class DepotSlidingLayer(_Hooks, DynamicSlidingWindowLayer):  # type: ignore[no-u
         if self.recording:
             self.kept.append((key_states, value_states))
         result = super().update(key_states, value_states)
-        self._updated()
+        if self.on_update is not None:
+            self.on_update()
         return result
 
-    def remember(self, tensors: KV) -> None:
-        """Remember the tokens just before `kept_from` as well."""
+    def keep_before(self, tensors: KV) -> None:
+        """Keep the tokens just before `kept_from` as well."""
         self.kept.insert(0, tensors)
         self.kept_from -= tensors[0].shape[-2]
 
     def forget(self, column: int) -> None:
-        """Stop remembering tokens before `column`."""
+        """Drop kept tokens before `column`."""
         while self.kept and self.kept_from < column:
             keys, values = self.kept.pop(0)
             count = min(keys.shape[-2], column - self.kept_from)
             self.kept_from += count
             if count < keys.shape[-2]:
                 # A copy: a slice would keep the whole alive.
-                rest = (keys[:, :, count:].clone(), values[:, :, count:].clone())
-                self.kept.insert(0, rest)
+                self.kept.insert(0, (keys[:, :, count:].clone(), values[:, :, count:].clone()))
 
     def stop_recording(self) -> None:
         self.recording = False
@@ -167,60 +163,43 @@ class DepotSlidingLayer(_Hooks, DynamicSlidingWindowLayer):  # type: ignore[no-u
         ]
 
     def _before_rearranging(self) -> None:
-        """What is remembered would no longer be what the cache holds."""
+        """Kept tokens would no longer be those of the cache."""
         self.wait_for_copies()
         self.stop_recording()
 
 
 class DepotCache(DynamicCache):
-    """A cache made of these layers."""
+    """A cache of these layers."""
 
-    def __init__(self, layers: Sequence[DepotLayer | DepotSlidingLayer]) -> None:
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        """`windows`: for each layer its window, or None for full attention."""
         super().__init__()
-        self.layers = list(layers)
+        self.depot_layers = [
+            DepotLayer() if window is None else DepotSlidingLayer(window) for window in windows
+        ]
+        self.layers = list(self.depot_layers)
         self.layer_class_to_replicate = None
-
-    @classmethod
-    def of(cls, windows: Sequence[int | None]) -> "DepotCache":
-        """An empty cache; for each layer its window, or None for full attention."""
-        return cls(
-            [DepotLayer() if window is None else DepotSlidingLayer(window) for window in windows]
-        )
-
-    @property
-    def depot_layers(self) -> list[DepotLayer | DepotSlidingLayer]:
-        return self.layers  # type: ignore[return-value]
 
     @property
     def sliding_layers(self) -> list[DepotSlidingLayer]:
         return [layer for layer in self.layers if isinstance(layer, DepotSlidingLayer)]
 
-    def fill(self, tensors: Sequence[KV], length: int) -> None:
-        """Start after `length` tokens, layer by layer; a window's tensors are its last ones."""
-        for layer, pair in zip(self.depot_layers, tensors, strict=True):
-            layer.fill(pair, length)
+    def is_in_place(self) -> bool:
+        """Returns True if all tokens of full attention are in the tensors given to `fill`."""
+        return all(layer.in_place for layer in self.layers if isinstance(layer, DepotLayer))
 
     def after_each_step(self, call: Callable[[], None] | None) -> None:
-        """Run `call` whenever a forward has filled all layers."""
+        """Run `call` whenever a forward has updated the last layer."""
         self.depot_layers[-1].on_update = call
 
-    def before_each_step(self, call: Callable[[], None] | None) -> None:
-        """Run `call` whenever a forward has filled the first layer; there are others."""
-        self.depot_layers[0].on_update = call
-
-    def forget(self, column: int) -> None:
-        for layer in self.sliding_layers:
-            layer.forget(column)
-
     def end_call(self) -> None:
-        """The call is over: remember no more than transformers would, call nothing."""
+        """Keep no more than transformers would, and run no more calls."""
         self.after_each_step(None)
-        self.before_each_step(None)
         for layer in self.sliding_layers:
             layer.stop_recording()
 
     def copy_to_static(self, target: StaticCache, columns: int) -> None:
-        """Make an empty static cache hold the `columns` that this one holds."""
+        """Fill an empty static cache with the `columns` columns of this one."""
         if not columns:
             return
         for layer, static in zip(self.depot_layers, target.layers, strict=True):
@@ -237,7 +216,7 @@ def _copy_layer(layer: DepotLayer | DepotSlidingLayer, static: Any, columns: int
     if isinstance(static, StaticSlidingWindowLayer):
         static.cumulative_length_int = columns
         if columns >= static.max_cache_len:
-            # It has a place more than can be seen; that of the oldest token is never looked at.
+            # It has one place more than the window; the oldest token's place is never read.
             where = slice(static.max_cache_len - keys.shape[-2], static.max_cache_len)
     static.keys[:, :, where] = keys
     static.values[:, :, where] = values
@@ -245,6 +224,6 @@ def _copy_layer(layer: DepotLayer | DepotSlidingLayer, static: Any, columns: int
 
 
 def join(parts: Sequence[KV]) -> KV:
-    """Keys and values that follow one another, in one piece."""
+    """Consecutive keys and values as one tensor each."""
     keys, values = zip(*parts, strict=True)
     return torch.cat(keys, dim=-2), torch.cat(values, dim=-2)

@@ -1,7 +1,4 @@
-"""A model that continues prompts greedily and measures how long its first token takes.
-
-With a depot or without it is the same model in the same dtype, so the two can be compared.
-"""
+"""A model that continues prompts greedily and measures the time to the first token."""
 
 import time
 from collections.abc import Sequence
@@ -9,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from kvdepot.core.depot import Depot
 from kvdepot.core.hf_config import model_layout
+from kvdepot.depot import Depot
 from kvdepot.errors import ExtraMissingError, ModelError
 
 _WARM_UP_TOKENS: Final = 256
@@ -18,11 +15,9 @@ _WARM_UP_TOKENS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """How one prompt was continued, and where its KV came from."""
-
     ids: list[int]
     ttft_s: float
-    """From the call to the first new token; what a depot looks up and fetches is included."""
+    """From the call to the first new token, with the lookup and the fetch."""
     seconds: float
     """Until the call returned."""
     fetched: dict[str, int]
@@ -59,13 +54,13 @@ class TimedModel:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV that one token has in all layers."""
+        """Bytes of KV per token, in all layers."""
         layout = model_layout(self._model.config.to_dict(), dtype="float32")
         return sum(group.bytes_per_token for group in layout.groups)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Load from a transformers model folder and run once, so that no first use is slow."""
+        """Load a transformers model folder, and run the model once to warm it up."""
         try:
             import torch
             from transformers import AutoModelForCausalLM
@@ -86,7 +81,7 @@ class TimedModel:
         return timed
 
     def attach(self, store: Depot, **settings: Any) -> None:
-        """Answer from now on with `store`, in place of the one before."""
+        """Answer with `store` from now on."""
         from kvdepot.adapters.hf import attach
 
         self._depot = attach(self._model, store, **settings)
@@ -95,7 +90,7 @@ class TimedModel:
         self._depot = None
 
     def flush(self) -> None:
-        """Wait until all that was computed is in the store."""
+        """Wait until the store has all KV that was computed."""
         if self._depot is not None:
             self._depot.flush()
 
@@ -104,7 +99,7 @@ class TimedModel:
         import torch
 
         started_s = time.perf_counter()
-        first = FirstTokenTimer()
+        timer = FirstTokenTimer()
         ids = torch.tensor([list(prompt)], device=self._model.device)
         served = self._model if self._depot is None else self._depot
         with torch.inference_mode():
@@ -113,13 +108,10 @@ class TimedModel:
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=new_tokens,
                 do_sample=False,
-                streamer=first,
+                streamer=timer,
             )
-        ended_s = time.perf_counter()
+        seconds = time.perf_counter() - started_s
         rows = [] if self._depot is None else self._depot.last.rows
-        return TimedAnswer(
-            ids=output[0, len(prompt) :].tolist(),
-            ttft_s=first.at_s - started_s,
-            seconds=ended_s - started_s,
-            fetched=dict(rows[0].fetched) if rows else {},
-        )
+        fetched = dict(rows[0].fetched) if rows else {}
+        ids, ttft_s = output[0, len(prompt) :].tolist(), timer.at_s - started_s
+        return TimedAnswer(ids, ttft_s, seconds, fetched)

@@ -1,99 +1,114 @@
-"""One call that the depot serves, from the lookup to the last block offloaded."""
+"""One call that the depot serves, from the lookup to the last block that is stored."""
 
 import inspect
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache
 
+from kvdepot.adapters.audit import AuditedHits
 from kvdepot.adapters.hf.binding import Binding
 from kvdepot.adapters.hf.caches import DepotCache
-from kvdepot.adapters.hf.calls import PromptRow, mask_of, positions_of
+from kvdepot.adapters.hf.calls import PromptRow, ServableCall, UnservedCall, mask_of, positions_of
 from kvdepot.adapters.hf.offloader import GroupSnapshot, Offloader, OffloadJob, OffloadRow
-from kvdepot.adapters.hf.onboarder import Onboarder, PreparedCache
-from kvdepot.adapters.hf.prefill_meter import PrefillMeter
+from kvdepot.adapters.hf.onboarder import BatchFetch, PreparedCache
 from kvdepot.adapters.hf.stats import CallStats
+from kvdepot.adapters.prefill_report import PrefillReport
+from kvdepot.adapters.tensors import TensorMover
+from kvdepot.depot import Depot
+from kvdepot.errors import StoreClosedError
+from kvdepot.policy.fetching.speed_models import attention_work
+
+LOG: Final = logging.getLogger("transformers.kvdepot")
+"""A logger that transformers prints."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """A model in one state, and what moves its blocks."""
+    """A model in one state, and the parts that serve its calls."""
 
     model: PreTrainedModel
     binding: Binding
-    onboarder: Onboarder
+    store: Depot
+    mover: TensorMover
+    hits: AuditedHits
     offloader: Offloader
-    meter: PrefillMeter
+    timeout_s: float | None
+    report: PrefillReport | None
+    """Learns how fast a processor computes prompts. None on a GPU, which runs asynchronously."""
+    clock: Callable[[], float] = time.perf_counter
+    calls: set["ServedCall"] = field(default_factory=set)
+    """The calls that are being served."""
 
 
 class ServedCall:
-    """A call's prompts, and the cache that the model works on."""
+    """A call's prompts, and the cache that the model uses."""
 
-    def __init__(
-        self, parts: ModelParts, prompts: list[PromptRow], expand: int = 1, beams: int = 1
-    ) -> None:
-        self._model = parts.model
-        self._binding = parts.binding
-        self._onboarder = parts.onboarder
-        self._offloader = parts.offloader
-        self._meter = parts.meter
-        self._opened_s = self._step_s = 0.0
-        self._times_steps = parts.binding.device.type == "cpu" and parts.meter.times_steps
-        self._prompts = prompts
-        self._expand = expand
-        self._beams = beams
-        self._columns = prompts[0].columns
-        self._prepared: PreparedCache | None = None
-        self._windows_from = [0] * len(prompts)
+    def __init__(self, parts: ModelParts, call: ServableCall) -> None:
+        self._parts = parts
+        self._call = call
+        self._opened_s = self._step_s = parts.clock()
         self._measured = 0
-        """The columns that were there before the step that is timed."""
+        """The columns before the current step."""
         self._saved = 0
-        """The columns whose blocks have been offloaded, or are about to be."""
-        self.cache = DepotCache.of(self._binding.windows)
+        """The columns whose blocks have been given to the offloader."""
+        self._prepared = PreparedCache(DepotCache(parts.binding.windows), 0, [])
+        self.cache = self._prepared.cache
         self.column = 0
-        """How far the cache is filled."""
+        """The cache is filled up to this column."""
         self.stats = CallStats()
 
-    def counted(self) -> AbstractContextManager[None]:
-        """While it lasts the model is busy."""
-        return self._onboarder.audit.call()
-
     def open(self) -> None:
-        """Fill a cache from the depot and begin to save what the model adds to the prompts."""
-        self._opened_s = self._meter.clock()
-        self._prepared = self._onboarder.prepare(self._prompts, self.stats, self._catch_up)
-        self._windows_from = self._prepared.windows_from
-        self.column = self._prepared.column
+        """Fill a cache from the depot, and begin to store what the model adds to the prompts.
+        UnservedCall if the depot is closed."""
+        parts = self._parts
+        batch = BatchFetch(parts.store, parts.binding, parts.mover, self._call.prompts)
+        try:
+            self._prepared = batch.prepare(
+                parts.hits,
+                self.stats,
+                self._catch_up,
+                timeout_s=parts.timeout_s,
+                busy=bool(parts.calls),
+            )
+        except StoreClosedError:
+            raise UnservedCall("closed") from None
+        parts.calls.add(self)
+        self.column = self._measured = self._prepared.column
         self.cache = self._prepared.cache
-        if self._binding.device.type == "cpu":
-            self._prepared.close()  # nothing is under way
-        if self._expand > 1 and self.column:
-            self.cache.batch_repeat_interleave(self._expand)
-        self._measured = self.column
+        if parts.binding.device.type == "cpu":
+            self._prepared.close()  # all copies have ended
+        if self._call.rows_per_prompt > 1 and self.column:
+            self.cache.batch_repeat_interleave(self._call.rows_per_prompt)
         self.cache.after_each_step(self._after_step)
-        if self._times_steps:
-            self.cache.before_each_step(self._begin_step)
+        self._step_s = self._parts.clock()
 
     def close(self) -> None:
-        """Let go of everything. May be called again."""
+        """Release everything. May be called again."""
+        self._parts.calls.discard(self)
         self.cache.end_call()
-        if self._prepared is not None:
-            self._prepared.close()
+        self._prepared.close()
 
-    def hand_over(self, given: Cache | None, static_columns: int | None = None) -> Cache:
-        """The cache for the model: ours, or the caller's with all in it that ours has."""
-        if static_columns is not None:
-            given = StaticCache(config=self._model.config, max_cache_len=static_columns)
+    def hand_over(self) -> Cache:
+        """The cache for the model: ours, or the caller's with the content of ours."""
+        call, given = self._call, self._call.cache
+        if call.chunk is not None:
+            self.advance(call.ids.shape[1] - 1, call.chunk)
+        if call.static_columns is not None:
+            config = self._parts.model.config
+            given = StaticCache(config=config, max_cache_len=call.static_columns)
         if given is None:
             return self.cache
         if isinstance(given, StaticCache):
             if self.cache.sliding_layers:
-                # A static window forgets at once: what is to be saved is computed beside it.
-                self.advance(self._columns - 1)
+                # A static window drops tokens at once: compute the prompt before it is used.
+                self.advance(call.ids.shape[1] - 1)
             self.cache.copy_to_static(given, self.column)
             return given
         given.layers = list(self.cache.layers)
@@ -102,16 +117,15 @@ class ServedCall:
 
     def advance(self, stop: int, step: int | None = None) -> None:
         """Run prompts through the model up to column `stop`, `step` columns at a time."""
-        device = self._model.device
-        mask, positions = mask_of(self._prompts, device), positions_of(self._prompts, device)
-        ids = torch.zeros((len(self._prompts), self._columns), dtype=torch.long, device=device)
-        for row, prompt in enumerate(self._prompts):
+        prompts, repeats = self._call.prompts, self._call.rows_per_prompt
+        device = self._parts.model.device
+        mask, positions = mask_of(prompts, device), positions_of(prompts, device)
+        ids = torch.zeros_like(positions)
+        for row, prompt in enumerate(prompts):
             ids[row, prompt.pad :] = torch.from_numpy(prompt.tokens).to(device)
-        if self._expand > 1:
-            ids, positions = (
-                tensor.repeat_interleave(self._expand, dim=0) for tensor in (ids, positions)
-            )
-            mask = None if mask is None else mask.repeat_interleave(self._expand, dim=0)
+        if repeats > 1:
+            ids, positions = (each.repeat_interleave(repeats, dim=0) for each in (ids, positions))
+            mask = None if mask is None else mask.repeat_interleave(repeats, dim=0)
         while self.column < stop:
             end = stop if step is None else min(stop, self.column + step)
             part = slice(self.column, end)
@@ -119,56 +133,53 @@ class ServedCall:
             self._forward(self.cache, ids[:, part], positions[:, part], seen)
             self.column = end
 
-    def save_generated(self, sequences: torch.Tensor, ends: tuple[int, ...]) -> None:
-        """Offload what was generated: the tokens that are in the cache, up to an end token."""
+    def save(self, sequences: torch.Tensor) -> None:
+        """Store what was generated: the tokens in the cache, up to an end token."""
         columns = self.cache.get_seq_length()
-        new = any(
+        has_new_block = any(
             self._block_start(prompt, columns) > self._block_start(prompt, self._saved)
-            for prompt in self._prompts
+            for prompt in self._call.prompts
         )
-        if new and self._beams == 1:
-            self._submit(self.cache, self._sequence_rows(sequences, ends, columns))
+        if has_new_block and self._call.beams == 1:
+            self._submit(self.cache, self._sequence_rows(sequences, columns))
 
-    def save_static(self, static: Cache, sequences: torch.Tensor, ends: tuple[int, ...]) -> None:
-        """The same for a static cache, which its owner may write to again: waits."""
+    def save_static(self, static: StaticCache, sequences: torch.Tensor) -> None:
+        """`save` for a static cache. Waits, since its owner may write to it again."""
         if self.cache.sliding_layers:
-            return  # its windows have moved on; the prompts were saved before it was filled
-        if self._beams == 1:
-            rows = self._sequence_rows(sequences, ends, int(static.get_seq_length()))
-        else:
-            rows = self._prompt_rows(self._columns)
-        if not self._is_same_model():
-            return
-        job = OffloadJob(rows, self._snapshots(static), self._event())
-        future = self._offloader.submit(job)
-        if future is not None:
-            future.exception()
+            return  # its windows have moved on; the prompts were stored before it was filled
+        rows = self._prompt_rows(self._call.ids.shape[1])
+        if self._call.beams == 1:
+            rows = self._sequence_rows(sequences, int(static.get_seq_length()))
+        if self._is_same_model():
+            future = self._parts.offloader.submit(self._job(static, rows))
+            if future is not None:
+                future.exception()
 
-    def _sequence_rows(
-        self, sequences: torch.Tensor, ends: tuple[int, ...], columns: int
-    ) -> list[OffloadRow]:
+    def _sequence_rows(self, sequences: torch.Tensor, columns: int) -> list[OffloadRow]:
         rows = []
         columns = self._safe_columns(columns)
         for batch, sequence in enumerate(sequences[:, :columns].cpu().numpy().astype(np.int64)):
-            number = batch // self._expand
-            prompt, tokens = self._prompts[number], sequence[self._prompts[number].pad :]
-            end = np.flatnonzero(np.isin(tokens[len(prompt.tokens) :], ends))
-            if len(end):  # what follows the first end token is padding
-                tokens = tokens[: len(prompt.tokens) + int(end[0]) + 1]
-            rows.append(OffloadRow(tokens, prompt.pad, batch, self._windows_from[number]))
+            number = batch // self._call.rows_per_prompt
+            prompt = self._call.prompts[number]
+            tokens, count = sequence[prompt.pad :], len(prompt.tokens)
+            end = np.flatnonzero(np.isin(tokens[count:], self._call.ends))
+            if len(end):  # padding follows the first end token
+                tokens = tokens[: count + int(end[0]) + 1]
+            first = self._prepared.windows_from[number]
+            rows.append(OffloadRow(tokens, prompt.pad, batch, first))
         return rows
 
     def _prompt_rows(self, columns: int) -> list[OffloadRow]:
         columns = self._safe_columns(columns)
         rows = []
-        for number, prompt in enumerate(self._prompts):
+        for number, prompt in enumerate(self._call.prompts):
             tokens = prompt.tokens[: max(0, columns - prompt.pad)]
-            batch, solid = number * self._expand, self._windows_from[number]
-            rows.append(OffloadRow(tokens, prompt.pad, batch, solid))
+            batch, first = number * self._call.rows_per_prompt, self._prepared.windows_from[number]
+            rows.append(OffloadRow(tokens, prompt.pad, batch, first))
         return rows
 
     def _catch_up(self, cache: DepotCache, prompt: PromptRow, start: int, stop: int) -> None:
-        device = self._model.device
+        device = self._parts.model.device
         ids = torch.from_numpy(prompt.tokens[start:stop]).to(device)[None]
         self._forward(cache, ids, torch.arange(start, stop, device=device)[None], None)
         if cache.sliding_layers:
@@ -181,70 +192,66 @@ class ServedCall:
         positions: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> None:
+        model = self._parts.model
         optional = {"position_ids": positions, "logits_to_keep": 1}
-        accepted = optional.keys() & inspect.signature(self._model.forward).parameters.keys()
+        accepted = optional.keys() & inspect.signature(model.forward).parameters.keys()
         arguments: dict[str, Any] = {name: optional[name] for name in accepted}
         if mask is not None:
             arguments["attention_mask"] = mask
-        self._model(input_ids=ids, past_key_values=cache, use_cache=True, **arguments)
+        model(input_ids=ids, past_key_values=cache, use_cache=True, **arguments)
 
-    def _begin_step(self) -> None:
-        self._step_s = self._meter.clock()
-
-    def _measure(self, filled: int) -> None:
-        """The last layer of a step's forward is reached."""
-        now_s, rows = self._meter.clock(), len(self._prompts) * self._expand
-        self._meter.step(rows, filled - self._measured, self._measured, now_s - self._step_s)
-        self._measured = filled
+    def _measure(self, report: PrefillReport, filled: int) -> None:
+        """A step has updated the last layer: nearly all of its work is done."""
+        call, now_s = self._call, self._parts.clock()
+        rows, new = len(call.prompts) * call.rows_per_prompt, filled - self._measured
+        work = attention_work(new, self._measured)
+        report.observe(rows * new, rows * work, now_s - self._step_s)
+        self._step_s, self._measured = now_s, filled
         fetched = sum(row.fetched_tokens for row in self.stats.rows)
-        if filled >= self._columns:
-            self.cache.before_each_step(None)
-            if len(self._prompts) == 1 and fetched:
-                self._meter.answered(self._columns, fetched, now_s - self._opened_s)
+        if filled >= call.ids.shape[1] and len(call.prompts) == 1 and fetched:
+            report.report_first_token(call.ids.shape[1], fetched, now_s - self._opened_s)
 
     def _after_step(self) -> None:
-        """A forward has filled the cache. While it is the prompts': save them."""
-        filled = self.cache.get_seq_length()
-        if self._times_steps:
-            self._measure(filled)
-        if filled >= self._columns:
+        """A forward has filled the cache. Store the prompts' blocks as long as they grow."""
+        filled, columns = self.cache.get_seq_length(), self._call.ids.shape[1]
+        if self._parts.report is not None:
+            self._measure(self._parts.report, filled)
+        if filled >= columns:
             self.cache.after_each_step(None)
-        rows = self._prompt_rows(min(filled, self._columns))
-        if self._submit(self.cache, rows):
+        if self._submit(self.cache, self._prompt_rows(min(filled, columns))):
             self._saved = filled
-            self.cache.forget(min(self._block_start(prompt, filled) for prompt in self._prompts))
-        if filled >= self._columns and self._beams > 1:
+            start = min(self._block_start(prompt, filled) for prompt in self._call.prompts)
+            for layer in self.cache.sliding_layers:
+                layer.forget(start)
+        if filled >= columns and self._call.beams > 1:
             for layer in self.cache.sliding_layers:
                 layer.stop_recording()
 
     def _block_start(self, prompt: PromptRow, columns: int) -> int:
-        """The column where the block begins that is not complete yet."""
-        size = self._binding.block_tokens
+        """The first column of the incomplete block at `columns`."""
+        size = self._parts.binding.block_tokens
         return prompt.pad + (columns - prompt.pad) // size * size
 
     def _safe_columns(self, columns: int) -> int:
-        """Those whose K does not depend on how long the sequence has become."""
-        if self._binding.tokens_max is None:
+        """The columns whose K does not depend on the length of the sequence."""
+        limit = self._parts.binding.tokens_max
+        if limit is None:
             return columns
-        return min(columns, self._binding.tokens_max + min(prompt.pad for prompt in self._prompts))
+        return min(columns, limit + min(prompt.pad for prompt in self._call.prompts))
 
     def _is_same_model(self) -> bool:
-        """Whether the weights are those of the call's begin: others' KV has another name."""
-        return self._binding.still_holds(self._model)
+        """Returns False if the weights have changed during the call: their KV has another name."""
+        return self._parts.binding.still_holds(self._parts.model)
 
-    def _submit(self, cache: DepotCache, rows: list[OffloadRow]) -> bool:
+    def _submit(self, cache: Cache, rows: list[OffloadRow]) -> bool:
         if not self._is_same_model():
             return False
-        first = None if self._prepared is None else self._prepared.close
-        job = OffloadJob(rows, self._snapshots(cache), self._event(), first)
-        return self._offloader.submit(job) is not None
+        return self._parts.offloader.submit(self._job(cache, rows)) is not None
 
-    def _snapshots(self, cache: Cache) -> list[GroupSnapshot]:
-        return [GroupSnapshot.of(group, cache.layers) for group in self._binding.groups]
-
-    def _event(self) -> torch.cuda.Event | None:
-        if self._binding.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._binding.device))
-        return event
+    def _job(self, cache: Cache, rows: list[OffloadRow]) -> OffloadJob:
+        binding, event = self._parts.binding, None
+        snapshots = [GroupSnapshot.of(group, cache.layers) for group in binding.groups]
+        if binding.device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(binding.device))
+        return OffloadJob(rows, snapshots, event, self._prepared.close)

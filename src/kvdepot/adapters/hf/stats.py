@@ -1,4 +1,4 @@
-"""What a call got from the depot, and what all calls did, as plain values."""
+"""The statistics of one call, and the counters of all calls, as plain values."""
 
 import dataclasses
 import threading
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(slots=True)
 class ServedRow:
-    """One prompt of a call. Its tokens are the sum of the last three."""
+    """One prompt of a call. Its tokens are the sum of the last three fields."""
 
     prompt_tokens: int
     fetched: dict[str, int] = field(default_factory=dict)
-    """Tokens whose KV came from the depot, by tier. Where the groups of a model come from several
-    tiers the slowest counts."""
+    """Tokens whose KV came from the depot, by tier. A token whose KV came from several tiers counts
+    for the slowest."""
     unneeded_tokens: int = 0
-    """Tokens that are out of every window: neither fetched nor computed."""
+    """Tokens outside every window: neither fetched nor computed."""
     computed_tokens: int = 0
 
     @property
@@ -31,38 +31,39 @@ class CallStats:
     rows: list[ServedRow] = field(default_factory=list)
     lookup_s: float = 0.0
     onboard_s: float = 0.0
-    """From the lookup's end until the model could start; on a GPU copies may go on after that."""
+    """From the end of the lookup until the model could start. On a GPU copies may continue."""
     misses: dict[str, int] = field(default_factory=dict)
-    """Blocks that the lookup found but that could not be used, by reason."""
+    """Blocks that the lookup found and that could not be used, by reason."""
     passed: str = ""
-    """Why the call was left to the model alone; empty when the depot was used."""
+    """Why the call was left to the model; empty if the depot was used."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON-able values."""
+        """The fields as JSON-able values."""
         return dataclasses.asdict(self)
 
 
+@dataclass
 class ModelCounters:
-    """What one DepotModel did so far. Safe to read at any time."""
+    """Counters of one DepotModel. They may be read at any time."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.calls = 0
-        self.prompt_tokens = 0
-        self.fetched_tokens: Counter[str] = Counter()
-        self.computed_tokens = 0
-        self.passed: Counter[str] = Counter()
-        """Calls left to the model alone, by reason."""
-        self.onboard_failed: Counter[str] = Counter()
-        """Blocks that the lookup found but that could not be used, by reason."""
-        self.offload_stored = 0
-        """Blocks put into the depot."""
-        self.offload_skipped = 0
-        """Jobs dropped because too many were waiting."""
-        self.offload_throttled = 0
-        """Blocks for which the depot had no room in time."""
-        self.offload_failed = 0
-        """Jobs that ended with an error; `DepotModel.last_error` is the last one."""
+    calls: int = 0
+    prompt_tokens: int = 0
+    fetched_tokens: Counter[str] = field(default_factory=Counter)
+    """By tier."""
+    computed_tokens: int = 0
+    passed: Counter[str] = field(default_factory=Counter)
+    """Calls that were left to the model, by reason."""
+    onboard_failed: Counter[str] = field(default_factory=Counter)
+    """Blocks that the lookup found and that could not be used, by reason."""
+    offload_stored: int = 0
+    """Blocks that were put into the depot."""
+    offload_skipped: int = 0
+    """Jobs that were dropped because too many were waiting."""
+    offload_throttled: int = 0
+    """Blocks for which the depot had no room in time."""
+    offload_failed: int = 0
+    """Jobs that ended with an error; `DepotModel.last_error` is the last error."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add_call(self, call: CallStats) -> None:
         with self._lock:
@@ -75,18 +76,14 @@ class ModelCounters:
                 self.fetched_tokens.update(row.fetched)
             self.onboard_failed.update(call.misses)
 
-    def add_offload(
-        self, *, stored: int = 0, throttled: int = 0, skipped: int = 0, failed: int = 0
-    ) -> None:
-        """Add blocks stored and throttled, and jobs skipped and failed."""
+    def add(self, **more: int) -> None:
+        """Add to the counters with these names."""
         with self._lock:
-            self.offload_stored += stored
-            self.offload_throttled += throttled
-            self.offload_skipped += skipped
-            self.offload_failed += failed
+            for name, count in more.items():
+                setattr(self, name, getattr(self, name) + count)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON-able values."""
+        """The counters as JSON-able values."""
         with self._lock:
             return {
                 name: dict(value) if isinstance(value, Counter) else value

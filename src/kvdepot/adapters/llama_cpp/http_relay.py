@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import h11
 
-from kvdepot.adapters.llama_cpp.proxy import CHAT, COMPLETION, LlamaProxy, Prepared
+from kvdepot.adapters.llama_cpp.proxy import CHAT, COMPLETION, LlamaProxy, PreparedRequest
 
 _logger = logging.getLogger("kvdepot.llama")
 STATUS: Final = b"/kvdepot/status"
@@ -35,18 +35,18 @@ _HOP_BY_HOP: Final = frozenset(
 )
 _HEAD_MAX: Final = 1 << 16
 _BODY_MAX: Final = 1 << 30
-_PIECE: Final = 1 << 16
-_TAIL: Final = 1 << 14
-"""The timings of an answer are in its last bytes."""
+_RECEIVE_BYTES: Final = 1 << 16
+_TAIL_BYTES: Final = 1 << 14
+"""The last bytes of an answer, which contain its timings."""
 _LINGER_S: Final = 1.0
 _LINGER_READS: Final = 64
 
 
-class _ClientGone(Exception):
+class _ClientGoneError(Exception):
     """The client closed its connection before it had its answer."""
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """A request that is answered with an error, after which the connection is closed."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -67,7 +67,7 @@ class _Peer:
         while (event := self.http.next_event()) is h11.NEED_DATA:
             if self.http.they_are_waiting_for_100_continue:
                 self.send(h11.InformationalResponse(status_code=100, headers=[]))
-            self.http.receive_data(self.socket.recv(_PIECE))
+            self.http.receive_data(self.socket.recv(_RECEIVE_BYTES))
         return event
 
     def send(self, *events: h11.Event) -> None:
@@ -75,7 +75,7 @@ class _Peer:
 
 
 class ProxyServer(socketserver.ThreadingTCPServer):
-    """Listens for clients; one thread for each connection."""
+    """Listens for clients, with one thread for each connection."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -88,7 +88,7 @@ class ProxyServer(socketserver.ThreadingTCPServer):
         super().__init__(address, _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Any error but that a client went away is one of the proxy's own."""
+        """The handler catches disconnects; every other error is a fault of the proxy."""
         _logger.exception("the proxy failed to answer %s", client_address)
 
 
@@ -108,10 +108,10 @@ class _Handler(socketserver.BaseRequestHandler):
                 http.start_next_cycle()
         except h11.RemoteProtocolError as error:
             self._fail(error.error_status_hint, f"malformed request: {error}")
-        except _Refused as error:
+        except _RefusedError as error:
             self._fail(error.status, str(error))
         except OSError as error:
-            _logger.debug("a client went away: %s", error)
+            _logger.debug("a client disconnected: %s", error)
 
     def finish(self) -> None:
         """Read what the client still sends: if the socket were closed with unread bytes, the kernel
@@ -120,7 +120,7 @@ class _Handler(socketserver.BaseRequestHandler):
             self.request.shutdown(socket.SHUT_WR)
             self.request.settimeout(_LINGER_S)
             for _ in range(_LINGER_READS):
-                if not self.request.recv(_PIECE):
+                if not self.request.recv(_RECEIVE_BYTES):
                     break
 
     def _serve_next(self) -> bool:
@@ -140,7 +140,7 @@ class _Handler(socketserver.BaseRequestHandler):
         if request.method != b"POST":
             self._pass_on(request, body)
             return True
-        with proxy.passing():
+        with proxy.watch.request():
             self._post(request, path.decode(), body)
         return True
 
@@ -148,9 +148,10 @@ class _Handler(socketserver.BaseRequestHandler):
         """The request's body, to its end."""
         headers = dict(request.headers)
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            raise _Refused(HTTPStatus.BAD_REQUEST, "Content-Length beside Transfer-Encoding")
+            reason = "the request has both Content-Length and Transfer-Encoding"
+            raise _RefusedError(HTTPStatus.BAD_REQUEST, reason)
         if request.method == b"CONNECT":
-            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "CONNECT is not supported")
+            raise _RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "CONNECT is not supported")
         expected, body = int(headers.get(b"content-length", b"0")), bytearray()
         while expected <= _BODY_MAX:
             event = self._client.receive()
@@ -158,7 +159,8 @@ class _Handler(socketserver.BaseRequestHandler):
                 return bytes(body)
             body += event.data
             expected = max(expected, len(body))
-        raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body exceeds {_BODY_MAX} bytes")
+        reason = f"the body exceeds {_BODY_MAX} bytes"
+        raise _RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
 
     def _post(self, request: h11.Request, path: str, body: bytes) -> None:
         """Pass on a request that may use a slot."""
@@ -168,7 +170,7 @@ class _Handler(socketserver.BaseRequestHandler):
         if ready is None:
             proxy.disturb(path, key)
             tail, _ = self._pass_on(request, plain)
-            proxy.look_for_shift(proxy.served(), tail)
+            proxy.look_for_shift(proxy.watch.served(), tail)
             return
         tail, good = b"", False
         try:
@@ -177,11 +179,11 @@ class _Handler(socketserver.BaseRequestHandler):
             proxy.finish(ready, tail, good=good)
 
     def _pass_on(
-        self, request: h11.Request, body: bytes, ready: Prepared | None = None
+        self, request: h11.Request, body: bytes, ready: PreparedRequest | None = None
     ) -> tuple[bytes, bool]:
-        """Send a request to the server and its answer to the client. If the server refuses one that
-        is `ready`, send it with `body` and without a slot. Returns the last bytes of the answer,
-        and whether the server answered the ready request well and completely."""
+        """Send a request to the server and its answer to the client. If the server refuses a
+        request that is `ready`, send it with `body` and without a slot. Returns the last bytes of
+        the answer, and whether the server answered the ready request well and completely."""
         proxy = self.server.proxy
         link = proxy.link
         try:
@@ -190,7 +192,7 @@ class _Handler(socketserver.BaseRequestHandler):
                 response = self._ask(server, request, body, ready)
                 if ready is None or response.status_code < HTTPStatus.BAD_REQUEST:
                     return self._relay(server, response)
-        except _ClientGone:
+        except _ClientGoneError:
             return b"", False
         except (OSError, h11.RemoteProtocolError) as error:
             text = f"llama-server at {link.settings.url} did not answer: {error!r}"
@@ -200,7 +202,7 @@ class _Handler(socketserver.BaseRequestHandler):
         return self._pass_on(request, body)[0], False
 
     def _ask(
-        self, server: _Peer, request: h11.Request, body: bytes, ready: Prepared | None
+        self, server: _Peer, request: h11.Request, body: bytes, ready: PreparedRequest | None
     ) -> h11.Response:
         """Send a request, and wait for the head of the answer."""
         if ready is not None:
@@ -222,18 +224,18 @@ class _Handler(socketserver.BaseRequestHandler):
         return response
 
     def _wait(self, upstream: socket.socket) -> None:
-        """Wait until the server has sent something. Raises _ClientGone if the client closes its
-        connection before."""
+        """Wait until the server has sent something. Raises _ClientGoneError if the client closes
+        its connection before."""
         client, poll = self._client.socket, select.poll()
         poll.register(upstream, select.POLLIN)
         poll.register(client, select.POLLIN)
         while upstream.fileno() not in dict(poll.poll()):
             if not client.recv(1, socket.MSG_PEEK):
-                raise _ClientGone
+                raise _ClientGoneError
             poll.unregister(client)  # it has already sent its next request
 
     def _relay(self, server: _Peer, response: h11.Response) -> tuple[bytes, bool]:
-        # Chunks that beat a Content-Length may not be as long as it says.
+        # A Content-Length beside chunks may be wrong; the chunks count.
         chunked = any(name == b"transfer-encoding" for name, _ in response.headers)
         headers = _end_to_end(response, {b"content-length"} if chunked else set())
         start = h11.Response(
@@ -244,10 +246,10 @@ class _Handler(socketserver.BaseRequestHandler):
             self._client.send(start)
             while isinstance(event := server.receive(), h11.Data):
                 self._client.send(event)
-                tail = (tail + bytes(event.data))[-_TAIL:]
+                tail = (tail + bytes(event.data))[-_TAIL_BYTES:]
             self._client.send(h11.EndOfMessage())
         except (OSError, h11.ProtocolError):
-            # One side went away in the middle of the answer: the other's connection is closed too.
+            # One side disconnected within the answer: the other's connection is closed too.
             return tail, False
         return tail, response.status_code == HTTPStatus.OK
 
@@ -276,7 +278,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
 
 def api_key(request: h11.Request) -> bytes:
-    """The API key of a request, where llama-server looks for it; empty if there is none."""
+    """The API key of a request, read as llama-server reads it; empty if there is none."""
     headers = dict(reversed(list(request.headers)))  # the first of several counts
     found = headers.get(b"authorization") or headers.get(b"x-api-key") or b""
     return bytes(found).removeprefix(b"Bearer ")
@@ -285,7 +287,7 @@ def api_key(request: h11.Request) -> bytes:
 def _end_to_end(
     message: h11.Request | h11.Response, without: set[bytes]
 ) -> list[tuple[bytes, bytes]]:
-    """The headers of a message that are not about this one connection."""
+    """The headers of a message that are not about one connection."""
     dropped = _HOP_BY_HOP | without
     for name, value in message.headers:
         if name == b"connection":
@@ -295,7 +297,7 @@ def _end_to_end(
 
 
 def _has_begun(upstream: socket.socket) -> bool:
-    """Whether the server has begun to answer."""
+    """Returns True if the server has begun to answer."""
     poll = select.poll()
     poll.register(upstream, select.POLLIN)
     return bool(poll.poll(0))

@@ -1,33 +1,31 @@
-"""An HTTP proxy before an unmodified llama-server that gives its slots back what they have lost.
+"""An HTTP proxy before an unmodified llama-server, which restores the KV of prompts to its slots.
 
-Every request is passed on, and every answer as it comes. Of a completion the prompt is tokenized by
-the server; the longest prefix that the depot has is written to a slot file and restored, and the
-request names that slot. Afterwards the slot is saved and its new blocks are stored. Whatever fails
-of this, the request is passed on as it came.
+Every request is passed on, and every answer as it arrives. For a completion the server tokenizes
+the prompt, the longest prefix that the depot has is written to a slot file and restored, and the
+request names that slot. Afterwards the slot is saved, and its new blocks are stored. If any of this
+fails, the request is passed on unchanged.
 
-Users are told apart by their API keys. Each has a namespace of the depot for each set of scales of
-the server's LoRAs. A request uses what is in a slot only if the same user left it there, and on a
-server with LoRAs only what has just been restored to the slot.
+Users are distinguished by their API keys. Each has a namespace for each set of scales of the
+server's LoRAs. A request uses KV in a slot only if the same user left it there, and on a server
+with LoRAs only what has just been restored to the slot.
 """
 
 import contextlib
 import hashlib
-import http.client
 import json
-import logging
 import math
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.adapters.llama_cpp.blocks import SequenceBlocks
+from kvdepot.adapters.llama_cpp.blocks import LOG, SequenceBlocks
 from kvdepot.adapters.llama_cpp.sequence_state import (
     Tokens,
     read_slot_file,
@@ -38,52 +36,34 @@ from kvdepot.adapters.llama_cpp.server_link import (
     SLOT_FILE,
     LinkSettings,
     LlamaServerLink,
-    ServedModel,
     read_timing,
-    recognise,
 )
+from kvdepot.adapters.llama_cpp.server_watch import FAILURES, ServedModel, ServerWatch
 from kvdepot.adapters.llama_cpp.slots import Owner, Slot, common
 from kvdepot.adapters.prefill_report import PrefillReport
-from kvdepot.core.depot import Depot
 from kvdepot.core.private import make_private_folder, open_private_file
+from kvdepot.depot import Depot
 from kvdepot.errors import KVDepotError, ModelError
 from kvdepot.policy.fetching.speed_models import attention_work
 
-_logger = logging.getLogger("kvdepot.llama")
 CHAT: Final = frozenset({"/v1/chat/completions", "/chat/completions"})
 COMPLETION: Final = frozenset({"/completion", "/completions", "/v1/completions"})
 _SLOTLESS: Final = frozenset({"/apply-template", "/detokenize", "/lora-adapters", "/tokenize"})
 """Requests that use no slot. Completions are sent with their own scales of LoRAs: a change by
-`/lora-adapters` does not concern those that are under way."""
-_LOOK_S: Final = 0.25
-_RETRY_S: Final = 10.0
-_DRAIN_S: Final = 2.0
-"""How long requests wait for those that are under way, so that a server can be recognised."""
+`/lora-adapters` does not affect those in progress."""
 _LAUNCH_LOOK_S: Final = 0.02
+_SLOTS_S: Final = 10.0
 _SAVERS: Final = 64
 _FORGOTTEN_S: Final = 1.0
-"""A save that has not begun so long after its request is asked for again: llama-server puts one off
-while its slot is busy, and may forget it when several slots end together."""
+"""A save that has not begun this long after its request is requested again: llama-server puts a
+save off while its slot is busy, and may forget it if several slots end together."""
 _SAVE_LIMIT_S: Final = 60.0
-_TELL_LIMIT_S: Final = 10.0
-_RECOGNISE_S: Final = 10.0
-"""How long a request waits for a server that has just started to be recognised."""
-FAILURES: Final = (
-    OSError,
-    http.client.HTTPException,
-    KVDepotError,
-    ValueError,
-    KeyError,
-    TypeError,
-    OverflowError,
-    RecursionError,
-)
-"""What may go wrong between the proxy, the server and the depot: the request goes on without."""
+_REPORT_LIMIT_S: Final = 10.0
 
 
 @dataclass
 class ProxyCounters:
-    """What has happened since the proxy was started."""
+    """Counters since the start of the proxy."""
 
     requests: int = 0
     completions: int = 0
@@ -92,7 +72,7 @@ class ProxyCounters:
     saved_slots: int = 0
     stored_blocks: int = 0
     failed: int = 0
-    """Requests that went on without the depot because something failed."""
+    """Requests that continued without the depot because something failed."""
     last_failure: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -101,11 +81,11 @@ class ProxyCounters:
             for name, count in more.items():
                 setattr(self, name, getattr(self, name) + count)
 
-    def fail(self, what: str, error: BaseException) -> None:
+    def fail(self, text: str, error: BaseException) -> None:
         with self.lock:
             self.failed += 1
-            self.last_failure = f"{what}: {error}"
-        _logger.warning("%s: %s", what, error)
+            self.last_failure = f"{text}: {error}"
+        LOG.warning("%s: %s", text, error)
 
     def as_dict(self) -> dict[str, Any]:
         with self.lock:
@@ -113,7 +93,7 @@ class ProxyCounters:
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedRequest:
     """A request that has a slot."""
 
     served: ServedModel
@@ -123,170 +103,76 @@ class Prepared:
     slot: Slot
     tokens: Tokens
     body: bytes
-    """The request with the slot named."""
+    """The request, which names the slot."""
     restored: int
-    """Tokens that the depot gave the slot."""
+    """Tokens that were restored to the slot."""
     took_s: float
-    """To look them up and to restore them."""
+    """The time of the lookup and of the restore."""
     alone: bool
     """The server has no other request."""
     reuses: bool
-    """It may use what is in the slot."""
+    """It may use the KV in its slot."""
     mixed: bool = False
     """Its slot may have KV of other LoRAs."""
     ended: threading.Event = field(default_factory=threading.Event)
-    """The client has its answer, or is gone."""
+    """The client has its answer, or has disconnected."""
     ended_s: float = math.inf
-    """When."""
 
 
 class LlamaProxy:
-    """Requests on their way to a server, and blocks on their way to and from a depot."""
+    """Prepares requests before they are sent to the server, and stores their slots afterwards."""
 
     def __init__(self, settings: LinkSettings, depot: Depot) -> None:
         make_private_folder(settings.slots)
         for left in settings.slots.glob(f"{SLOT_FILE}*.bin"):
             left.unlink(missing_ok=True)
-        self.link = LlamaServerLink(settings)
+        self.watch = ServerWatch(settings, depot)
+        self.link = self.watch.link
         self.counters = ProxyCounters()
         self._depot = depot
-        self._served: ServedModel | None = None
-        self.reason = "llama-server has not answered yet"
-        """Why there is no `_served`."""
-        self._changed = threading.Condition()
-        self._under_way = 0
-        """Requests that the server has; no probe meanwhile. `_changed` guards it."""
-        self._probing = False
+        self._lock = threading.Lock()
+        """Guards the two fields below."""
         self._users: set[bytes] = set()
-        """The first two users of slots. `_changed` guards it."""
-        self._seen: frozenset[int] = frozenset()
-        """The sockets of the run of the server that was looked at last, since `_seen_s`; `_tried`:
-        it is known whether that run can be served."""
-        self._seen_s = 0.0
-        self._tried: frozenset[int] = frozenset()
+        """The first two users of slots."""
         self._reports: dict[bytes, PrefillReport] = {}
-        """Of the models that were served, by their namespace."""
-        self._wake = threading.Event()
-        self._closed = threading.Event()
+        """By the namespace of the model."""
         self._savers = ThreadPoolExecutor(_SAVERS, "kvdepot-llama-save")
-        self._watch = threading.Thread(target=self._watch_server, name="kvdepot-llama-watch")
-        self._watch.start()
 
     def close(self) -> None:
-        """Store what was asked for, then stop."""
-        self._closed.set()
-        self._wake.set()
-        self._watch.join()
+        """Store the slots of finished requests, then stop."""
+        self.watch.close()
         self._savers.shutdown()
         for report in self._reports.values():
-            report.teller.wait(_TELL_LIMIT_S)
+            report.reporter.wait(_REPORT_LIMIT_S)
 
     def status(self) -> dict[str, Any]:
-        served = self._served
-        ready = served is not None and not served.spoiled
-        reason = self.reason if served is None else served.spoiled
+        served = self.watch.latest
         space = served.blocks.space if served is not None else None
+        audits: dict[str, Any] = {}
+        with contextlib.suppress(KVDepotError):
+            known, tags = self._depot.audits.list(), served.blocks.tags if served else []
+            audits = {
+                "audited_blocks": known["compared"],
+                "mismatched_blocks": known["mismatched"],
+                # Nothing of this model is served to at least one user.
+                "quarantined": any(
+                    bytes.fromhex(entry["namespace"]) in tags for entry in known["quarantined"]
+                ),
+            }
         return {
-            "ready": ready,
-            "reason": reason,
+            "ready": served is not None and not served.spoiled,
+            "reason": self.watch.reason if served is None else served.spoiled,
             "model": space.namespace.model if space else "",
             "block_tokens": self.link.settings.block_tokens,
             "block_bytes": space.block_bytes if space else 0,
             **self.counters.as_dict(),
-            **self._audits(served.blocks.tags if served is not None else []),
+            **audits,
         }
-
-    def _audits(self, tags: list[bytes]) -> dict[str, Any]:
-        """What the depot knows of audits; `quarantined`: nothing of this model is served, to at
-        least one user."""
-        try:
-            known = self._depot.audits.known()
-        except KVDepotError:
-            return {}
-        return {
-            "audited_blocks": known["compared"],
-            "mismatched_blocks": known["mismatched"],
-            "quarantined": any(
-                bytes.fromhex(one["namespace"]) in tags for one in known["quarantined"]
-            ),
-        }
-
-    def _watch_server(self) -> None:
-        """Recognise the server whenever it was started anew."""
-        retry_s = _LOOK_S
-        while not self._closed.is_set():
-            served = self._served
-            sockets = self.link.listening()
-            if sockets and (served is None or served.sockets != sockets):
-                self._recognise(sockets)
-                retry_s = _LOOK_S if self._served else min(2 * retry_s, _RETRY_S)
-            self._wake.wait(retry_s)
-            self._wake.clear()
-
-    def _recognise(self, sockets: frozenset[int]) -> None:
-        with self._changed:
-            self._served = None
-            if self._seen != sockets:
-                self._seen, self._seen_s = sockets, time.monotonic()
-        found, reason = None, ""
-        try:
-            found = recognise(self.link, self._depot, self._quiet)
-            _logger.info("llama-server serves %s", found.blocks.space.namespace.model)
-        except FAILURES as error:
-            reason = str(error) or type(error).__name__
-            if reason != self.reason:
-                hint = getattr(error, "hint", "")
-                _logger.warning("passing on only: %s%s", reason, f"; hint: {hint}" * bool(hint))
-        with self._changed:
-            self._served, self.reason, self._tried = found, reason, sockets
-            self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def _quiet(self) -> Iterator[None]:
-        """The time of a probe: no request is under way, and new ones wait."""
-        with self._changed:
-            self._probing = True
-            idle = self._changed.wait_for(lambda: not self._under_way, _DRAIN_S)
-        try:
-            if not idle:
-                raise ModelError("llama-server is busy; the probe waits")
-            yield
-        finally:
-            with self._changed:
-                self._probing = False
-                self._changed.notify_all()
-
-    def served(self) -> ServedModel | None:
-        """What the server is, if that is known."""
-        served = self._served
-        if served is None or served.spoiled or served.sockets != self.link.listening():
-            return None
-        return served
-
-    @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
-        """The time in which the server has a request. Waits for the end of a probe, and a little
-        for a server that has just started to be recognised."""
-        sockets = self.link.listening()
-        with self._changed:
-            if sockets and sockets != self._tried:
-                self._wake.set()
-                fresh_s = time.monotonic() - self._seen_s if sockets == self._seen else 0.0
-                left_s = max(0.0, _RECOGNISE_S - fresh_s)
-                self._changed.wait_for(lambda: sockets == self._tried, left_s)
-            self._changed.wait_for(lambda: not self._probing, _RECOGNISE_S)
-            self._under_way += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._under_way -= 1
-                self._changed.notify_all()
 
     def keep_apart(self, key: bytes, body: bytes) -> bytes:
-        """The body of a request that the server gives a slot of its own choice. Once the proxy has
-        seen a second user such a request uses nothing that is in the slot."""
-        with self._changed:
+        """The body for a request whose slot the server chooses. From the second user on such a
+        request must not use the KV in the slot."""
+        with self._lock:
             if len(self._users) < 2:
                 self._users.add(user_of(key))
             several = len(self._users) > 1
@@ -298,16 +184,16 @@ class LlamaProxy:
         return body
 
     def disturb(self, path: str, key: bytes) -> None:
-        """A request is passed on for which the server chooses the slot. On a server with LoRAs the
-        scales that the request is computed with are not known."""
-        served = self._served
+        """A request is passed on whose slot the server chooses. On a server with LoRAs its scales
+        are not known."""
+        served = self.watch.latest
         if served is not None and path not in _SLOTLESS:
-            served.slots.disturb(None if served.adapters else Owner(user_of(key)))
+            served.slots.disturb(None if served.loras else Owner(user_of(key)))
 
-    def prepare(self, path: str, body: bytes, key: bytes) -> Prepared | None:
-        """Give a completion its slot, with the longest known prefix in it; None: pass it on as it
-        is. What fails is counted. `key` is the API key of the request."""
-        served = self.served()
+    def prepare(self, path: str, body: bytes, key: bytes) -> PreparedRequest | None:
+        """Give a completion a slot, with the longest known prefix in it. None: pass it on
+        unchanged. `key` is the API key of the request. Failures are counted."""
+        served = self.watch.served()
         if served is None:
             return None
         slot: Slot | None = None
@@ -315,75 +201,72 @@ class LlamaProxy:
         began_s = time.monotonic()
         try:
             request = json.loads(body)
-            if not _has_one_prompt(request):
+            if not _can_have_slot(request):
                 return None
             tokens = self._tokenize(path, request, key)
-            owner = Owner(user_of(key), served.adapters.in_force(self.link, request))
+            owner = Owner(user_of(key), served.loras.scales_of(self.link, request))
             blocks = served.blocks_of(owner)
             slot = served.slots.take(tokens, owner)
             served.slots.begin_launch(slot)
-            if served.adapters:
+            if served.loras:
                 # The server's own caches may have put KV of other LoRAs there.
                 slot.tokens = tokens[:0]
             restored = self._restore(served, owner, blocks, slot, tokens)
-            own = served.slots.leave(slot, slot.tokens, owner) and len(slot.tokens) > 0
+            reuses = served.slots.leave(slot, slot.tokens, owner) and len(slot.tokens) > 0
             named = {
                 **request,
-                **served.adapters.pinned(owner.scales),
+                **served.loras.options(owner.scales),
                 "id_slot": slot.number,
                 "n_cache_reuse": 0,
-                "cache_prompt": own,
+                "cache_prompt": reuses,
             }
         except FAILURES as error:
-            self.counters.fail("a request goes on without the depot", error)
+            self.counters.fail("a request continues without the depot", error)
             if slot is not None:
                 slot.tokens = tokens[:0]
                 served.slots.end_launch(slot)
                 served.slots.free(slot)
             return None
         self.counters.add(completions=1)
-        body, took_s = json.dumps(named).encode(), time.monotonic() - began_s
-        alone = self._under_way <= 1
-        return Prepared(served, owner, blocks, slot, tokens, body, restored, took_s, alone, own)
+        return PreparedRequest(
+            served,
+            owner,
+            blocks,
+            slot,
+            tokens,
+            json.dumps(named).encode(),
+            restored,
+            time.monotonic() - began_s,
+            alone=not self.watch.is_busy,
+            reuses=reuses,
+        )
 
-    def launched(self, ready: Prepared, answered: Callable[[], bool]) -> None:
-        """The server has been sent a request: wait until it has begun, where that would empty other
-        slots, and have the slot saved when it is done."""
+    def launched(self, ready: PreparedRequest, answered: Callable[[], bool]) -> None:
+        """The request was sent. Wait until it has begun, if that would empty other slots, and have
+        its slot saved when it has ended."""
         slots, slot = ready.served.slots, ready.slot
         try:
             while slots.is_launching(slot) and not answered():
-                found = self.link.call("/slots", timeout_s=_RECOGNISE_S)
-                if any(one["id"] == slot.number and one["is_processing"] for one in found):
+                found = self.link.call("/slots", timeout_s=_SLOTS_S)
+                if any(each["id"] == slot.number and each["is_processing"] for each in found):
                     break
-                self._closed.wait(_LAUNCH_LOOK_S)
+                self.watch.pause(_LAUNCH_LOOK_S)
         except FAILURES as error:
-            _logger.debug("whether a request has begun is not known: %s", error)
+            LOG.debug("cannot find out whether a request has begun: %s", error)
         slots.end_launch(slot)
-        if self._may_add(ready):
+        if _may_fill_block(ready):
             slots.hold(slot)
             self._savers.submit(self._save, ready)
 
-    def _may_add(self, ready: Prepared) -> bool:
-        """Whether a request may fill a block that the depot lacks."""
-        blocks = ready.blocks
-        request = json.loads(ready.body)
-        limits = [
-            request.get(name) for name in ("n_predict", "max_tokens", "max_completion_tokens")
-        ]
-        most = min((one for one in limits if isinstance(one, int) and one >= 0), default=None)
-        # The last token that is generated is not in the cache.
-        total = None if most is None else len(ready.tokens) + max(0, most - 1)
-        size = blocks.block_tokens
-        return total is None or total // size > blocks.known(ready.tokens) // size
-
     def _tokenize(self, path: str, request: dict[str, Any], key: bytes) -> Tokens:
-        """The tokens of a prompt. The server is asked with the API key of the request, also about a
-        prompt of tokens: for a key that it refuses no namespace is made."""
+        """The tokens of a prompt. The server is always asked, with the API key of the request: a
+        key that it refuses gets no namespace."""
         link = LlamaServerLink(replace(self.link.settings, api_key=key.decode("latin-1")))
-        prompt = link.call("/apply-template", request) if path in CHAT else request
-        text = prompt["prompt"]
-        tokens = link.tokenize(text if isinstance(text, str) else "")
-        return np.asarray(tokens if isinstance(text, str) else text, np.int32)
+        prompt = (link.call("/apply-template", request) if path in CHAT else request)["prompt"]
+        if isinstance(prompt, str):
+            return np.asarray(link.tokenize(prompt), np.int32)
+        link.tokenize("")
+        return np.asarray(prompt, np.int32)
 
     def _restore(
         self,
@@ -393,16 +276,16 @@ class LlamaProxy:
         slot: Slot,
         tokens: Tokens,
     ) -> int:
-        """Bring a longer prefix into a slot than it has, if the depot knows one; its tokens."""
-        warm = common(slot.tokens, tokens)
-        if blocks.known(tokens) < warm + blocks.block_tokens:
+        """Restore a known prefix to a slot if it is longer than the one there. Returns its tokens,
+        or 0."""
+        if blocks.known(tokens) < common(slot.tokens, tokens) + blocks.block_tokens:
             return 0
         if slot.scales != owner.scales:
-            pinned = served.adapters.pinned(owner.scales)
-            self.link.choose_adapters(slot.number, int(tokens[0]), pinned)
+            options = served.loras.options(owner.scales)
+            self.link.send_empty_request(slot.number, int(tokens[0]), options)
         with self.link.slot_file() as path, contextlib.ExitStack() as mapped:
 
-            def make(cells: int, nbytes: int) -> memoryview:
+            def allocate(cells: int, nbytes: int) -> memoryview:
                 head = slot_file_head(blocks.layout, tokens[:cells])
                 flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
                 file = mapped.enter_context(os.fdopen(open_private_file(path, flags), "r+b"))
@@ -411,64 +294,64 @@ class LlamaProxy:
                 file.flush()
                 return memoryview(mmap.mmap(file.fileno(), 0))[len(head) :]
 
-            busy = self._under_way > 1
-            cells = blocks.load(tokens, served.streams, make, busy=busy)
+            cells = blocks.load(tokens, served.streams, allocate, busy=self.watch.is_busy)
             if not cells:
                 return 0
             slot.tokens = tokens[:0]
-            answer = self.link.slot_action(slot.number, "restore", path.name, served.sockets)
-        if answer.get("n_restored") != cells:
-            raise ModelError(f"llama-server restored {answer.get('n_restored')} of {cells} tokens")
+            restored = self.link.restore_slot(slot.number, path, served.sockets)
+        if restored != cells:
+            raise ModelError(f"llama-server restored {restored} of {cells} tokens")
         slot.tokens = tokens[:cells]
         self.counters.add(restored=1, restored_tokens=cells)
         return cells
 
-    def finish(self, ready: Prepared, tail: bytes, *, good: bool) -> None:
-        """A request has ended; its slot is free when it is saved."""
+    def finish(self, ready: PreparedRequest, tail: bytes, *, good: bool) -> None:
+        """A request has ended with these last bytes. Its slot is free when it is saved."""
         self.look_for_shift(ready.served, tail)
-        ready.mixed = bool(ready.served.adapters) and not (good and _is_pure(ready, tail))
-        left = ready.tokens if good else ready.tokens[:0]
-        ready.served.slots.leave(ready.slot, left, ready.owner)
-        ready.served.slots.end_launch(ready.slot)
+        timing, slots = read_timing(tail), ready.served.slots
+        if ready.served.loras:
+            # The server may have replaced what was restored by KV from a cache of its own.
+            pure = not ready.restored or (timing is not None and timing.cached <= ready.restored)
+            ready.mixed = not (good and pure)
+        slots.leave(ready.slot, ready.tokens if good else ready.tokens[:0], ready.owner)
+        slots.end_launch(ready.slot)
         ready.ended_s = time.monotonic()
         ready.ended.set()
-        ready.served.slots.free(ready.slot)
-        if good and ready.alone and self._under_way <= 1:
-            self._tell_timing(ready, tail)
-
-    def _tell_timing(self, ready: Prepared, tail: bytes) -> None:
-        """What the server says of a prompt that it had to itself: others wait for each other."""
-        timing = read_timing(tail)
+        slots.free(ready.slot)
         if timing is None or timing.prompt_s is None:
             return
-        blocks = ready.served.blocks
-        tag = blocks.space.tag
-        with self._changed:
-            if tag not in self._reports:
-                self._reports[tag] = PrefillReport(self._depot, blocks.tags, _logger)
-            report = self._reports[tag]
-        work = attention_work(timing.computed, timing.cached)
-        report.observe(timing.computed, work, timing.prompt_s)
-        whole = timing.computed + timing.cached
-        if 0 < ready.restored <= whole:
-            report.answered(whole, ready.restored, ready.took_s + timing.prompt_s)
+        # Prompts that are computed together wait for each other: their times are not reported.
+        if good and ready.alone and not self.watch.is_busy:
+            report = self._report_of(ready.served.blocks)
+            work = attention_work(timing.computed, timing.cached)
+            report.observe(timing.computed, work, timing.prompt_s)
+            whole = timing.computed + timing.cached
+            if 0 < ready.restored <= whole:
+                seconds = ready.took_s + timing.prompt_s
+                report.report_first_token(whole, ready.restored, seconds)
+
+    def _report_of(self, blocks: SequenceBlocks) -> PrefillReport:
+        with self._lock:
+            if blocks.space.tag not in self._reports:
+                self._reports[blocks.space.tag] = PrefillReport(self._depot, blocks.tags, LOG)
+            return self._reports[blocks.space.tag]
 
     def look_for_shift(self, served: ServedModel | None, tail: bytes) -> None:
-        """An answer that is longer than the context moved KV to other positions."""
+        """An answer that is longer than the context has moved KV to other positions."""
         timing = read_timing(tail)
         if served is None or timing is None:
             return
         if timing.computed + timing.cached + timing.predicted > served.slot_tokens:
             served.spoiled = "llama-server shifts contexts: start it without --context-shift"
-            _logger.warning("passing on only: %s", served.spoiled)
+            LOG.warning("requests are only passed on: %s", served.spoiled)
 
-    def _save(self, ready: Prepared) -> None:
-        """Store a slot's new blocks. The server saves a slot when its request has ended."""
+    def _save(self, ready: PreparedRequest) -> None:
+        """Store a slot's new blocks, once its request has ended."""
         served, slot = ready.served, ready.slot
         try:
             with contextlib.ExitStack() as files:
                 try:
-                    content = self._save_when_done(ready, files)
+                    content = self._save_when_ended(ready, files)
                     ready.ended.wait()
                     tokens, state = read_slot_file(content)
                     if common(tokens, ready.tokens) < min(len(tokens), len(ready.tokens)):
@@ -485,23 +368,23 @@ class LlamaProxy:
         except FAILURES as error:
             self.counters.fail("a slot was not stored", error)
 
-    def _save_when_done(self, ready: Prepared, files: contextlib.ExitStack) -> Any:
-        """The slot's file, saved after the request: one that came before it is not enough."""
+    def _save_when_ended(self, ready: PreparedRequest, files: contextlib.ExitStack) -> Any:
+        """Have the server save the slot, after the request. The content of the file."""
         patience_s = _FORGOTTEN_S
         if not ready.reuses:
             # Until the request begins, the slot has KV of another owner, perhaps of equal tokens.
             ready.ended.wait()
         while True:
             ended, asked_s = ready.ended.is_set(), time.monotonic()
-            # One file for each try: a save that was given up may still be written.
+            # One file for each try: the server may still write one that was given up.
             path = files.enter_context(self.link.slot_file())
 
-            def forgotten(since_s: float = asked_s, limit_s: float = patience_s) -> bool:
+            def is_forgotten(since_s: float = asked_s, limit_s: float = patience_s) -> bool:
                 return time.monotonic() - max(since_s, ready.ended_s) > limit_s
 
             try:
                 content = self.link.save_slot(
-                    ready.slot.number, path, ready.served.sockets, forgotten
+                    ready.slot.number, path, ready.served.sockets, is_forgotten
                 )
             except TimeoutError:
                 if patience_s > _SAVE_LIMIT_S:
@@ -511,44 +394,49 @@ class LlamaProxy:
             tokens = read_slot_tokens(content)
             if ended or common(tokens, ready.tokens) == len(ready.tokens):
                 return content
+            # The server saved the slot before the request began.
             ready.ended.wait(_LAUNCH_LOOK_S)
 
 
 def user_of(key: bytes) -> bytes:
-    """A digest of an API key, which names its user; empty for requests without a key."""
+    """A digest of an API key, which identifies its user; empty for requests without a key."""
     return hashlib.blake2b(key, digest_size=32, person=b"kvdepot-llama").digest() if key else b""
 
 
-def _is_pure(ready: Prepared, tail: bytes) -> bool:
-    """Whether the server has used no KV but what the depot gave the slot: it may put a prompt from
-    a cache of its own in the place of what was restored."""
-    timing = read_timing(tail)
-    return not ready.restored or (timing is not None and timing.cached <= ready.restored)
+def _may_fill_block(ready: PreparedRequest) -> bool:
+    """Returns True if a request may fill a block that the depot lacks."""
+    request, size = json.loads(ready.body), ready.blocks.block_tokens
+    names = ("n_predict", "max_tokens", "max_completion_tokens")
+    limits = [limit for limit in map(request.get, names) if isinstance(limit, int) and limit >= 0]
+    if not limits:
+        return True
+    # The last token that is generated is not in the cache.
+    total = len(ready.tokens) + max(0, min(limits) - 1)
+    return total // size > ready.blocks.known(ready.tokens) // size
 
 
-def _has_one_prompt(request: object) -> bool:
-    """Whether a request is one that gets a slot: one prompt of text or tokens, one answer, and no
-    wish of its own about slots."""
+def _can_have_slot(request: object) -> bool:
+    """Returns True if a request has one prompt of text or tokens, one answer, and does not choose
+    a slot itself."""
     if not isinstance(request, dict) or request.get("cache_prompt", True) is not True:
         return False
-    if request.get("id_slot", -1) != -1 or request.get("n", 1) != 1:
-        return False
-    if request.get("n_cmpl", 1) != 1:
+    if any(request.get(name, usual) != usual for name, usual in _USUAL.items()):
         return False
     if "messages" in request:
-        return not _has_media(request["messages"])
+        return _is_text(request["messages"])
     prompt = request.get("prompt")
     if isinstance(prompt, str):
         return True
     return isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
 
 
-def _has_media(messages: object) -> bool:
+_USUAL: Final = {"id_slot": -1, "n": 1, "n_cmpl": 1}
+
+
+def _is_text(messages: object) -> bool:
+    """Returns True if no message has an image or sound."""
     if not isinstance(messages, list):
-        return True
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        parts = content if isinstance(content, list) else []
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
-            return True
-    return False
+        return False
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)

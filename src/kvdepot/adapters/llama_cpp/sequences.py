@@ -1,18 +1,18 @@
 """Sequences of a llama.cpp context in this process, through its C interface.
 
-    library = ctypes.CDLL(path of libllama)      # or what a binding has loaded
+    library = ctypes.CDLL(path of libllama)      # or the library that a binding has loaded
     cache = SequenceCache(depot, library, context, model=path of the GGUF)
     known = cache.restore(tokens, sequence)      # then decode tokens[known:]
     cache.store(tokens, sequence)                # after decoding
 
-For one thread at a time, the one that uses the context.
+Only the thread that uses the context may use the cache.
 """
 
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -27,12 +27,12 @@ from kvdepot.adapters.llama_cpp.blocks import (
 )
 from kvdepot.adapters.llama_cpp.sequence_state import VERSIONS, SequenceState, read_state
 from kvdepot.config.settings import AuditConfig
-from kvdepot.core.depot import Depot
+from kvdepot.depot import Depot
 from kvdepot.errors import ModelError
 
 _UNBOUNDED: Final = -1
 _STATE_MAGIC: Final = 0xAF143CD8
-"""Newer versions begin a state in memory with it, and the number of the sequence."""
+"""In newer versions a state in memory begins with it and the number of the sequence."""
 
 
 class LlamaBatch(ctypes.Structure):
@@ -49,51 +49,41 @@ class LlamaBatch(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Functions:
-    """What is called of the C interface, with its types."""
+_POINTER, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32
+_FUNCTIONS: Final[dict[str, tuple[Any, list[Any]]]] = {
+    "llama_state_seq_get_size": (_SIZE, [_POINTER, _NUMBER]),
+    "llama_state_seq_get_data": (_SIZE, [_POINTER, _POINTER, _SIZE, _NUMBER]),
+    "llama_state_seq_set_data": (_SIZE, [_POINTER, _POINTER, _SIZE, _NUMBER]),
+    "llama_memory_seq_rm": (ctypes.c_bool, [_POINTER, _NUMBER, _NUMBER, _NUMBER]),
+    "llama_memory_seq_cp": (None, [_POINTER, _NUMBER, _NUMBER, _NUMBER, _NUMBER]),
+    "llama_n_seq_max": (ctypes.c_uint32, [_POINTER]),
+    "llama_get_memory": (_POINTER, [_POINTER]),
+    "llama_decode": (_NUMBER, [_POINTER, LlamaBatch]),
+}
+"""The functions of the C interface that are used: types of the result and of the arguments."""
 
-    size: Any
-    get: Any
-    set: Any
-    remove: Any
-    copy: Any
-    sequences: Any
-    memory: Any
-    decode: Any
 
-    @classmethod
-    def of(cls, library: ctypes.CDLL) -> "_Functions":
-        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32
-        wanted: tuple[tuple[str, Any, list[Any]], ...] = (
-            ("llama_state_seq_get_size", size, [pointer, number]),
-            ("llama_state_seq_get_data", size, [pointer, pointer, size, number]),
-            ("llama_state_seq_set_data", size, [pointer, pointer, size, number]),
-            ("llama_memory_seq_rm", ctypes.c_bool, [pointer, number, number, number]),
-            ("llama_memory_seq_cp", None, [pointer, number, number, number, number]),
-            ("llama_n_seq_max", ctypes.c_uint32, [pointer]),
-            ("llama_get_memory", pointer, [pointer]),
-            ("llama_decode", number, [pointer, LlamaBatch]),
-        )
-        found = []
-        for name, result, arguments in wanted:
-            try:
-                # By item: an attribute would be shared with a binding, with its types.
-                function = library[name]
-            except AttributeError as error:
-                raise ModelError(
-                    f"the library has no {name}: it is not llama.cpp, or too old"
-                ) from error
-            function.restype, function.argtypes = result, arguments
-            found.append(function)
-        return cls(*found)
+def _functions_of(library: ctypes.CDLL) -> SimpleNamespace:
+    """The functions, without the prefix of their names."""
+    found = {}
+    for name, (result, arguments) in _FUNCTIONS.items():
+        try:
+            # By item: an attribute is shared with the binding, and so are its types.
+            function = library[name]
+        except AttributeError as error:
+            raise ModelError(
+                f"the library has no {name}: it is not llama.cpp, or too old"
+            ) from error
+        function.restype, function.argtypes = result, arguments
+        found[name.removeprefix("llama_")] = function
+    return SimpleNamespace(**found)
 
 
 class SequenceCache:
-    """Stores and restores sequences of one context. The context has to outlive it.
+    """Stores and restores sequences of one context, which must outlive it.
 
-    The last sequence of the context is for this cache alone: it is used for the probe, and for
-    parts of sequences. The context needs at least two (`n_seq_max`).
+    The last sequence of the context belongs to this cache, for the probe and for parts of
+    sequences. The context needs at least two sequences (`n_seq_max`).
     """
 
     def __init__(
@@ -109,14 +99,13 @@ class SequenceCache:
         audit: AuditConfig | None = None,
     ) -> None:
         """`context` is the address of the llama_context. `adapter` names the LoRAs that are applied
-        to it. `memo` is a file that remembers digests of model files. `audit`: which hits are
-        computed again (docs/audit.md). ModelError, with the reason, for a context whose sequences
-        cannot be cut.
+        to it. `memo` is a file that keeps digests of model files. `audit`: which hits are computed
+        again (docs/audit.md). ModelError, with the reason, if the sequences cannot be cut.
         """
-        self._calls = _Functions.of(library)
+        self._calls = _functions_of(library)
         self._context = context
         self._has_head = False
-        self._scratch = int(self._calls.sequences(context)) - 1
+        self._scratch = int(self._calls.n_seq_max(context)) - 1
         if self._scratch < 1:
             raise ModelError(
                 "the context has one sequence only", hint="create it with n_seq_max of 2 or more"
@@ -137,26 +126,28 @@ class SequenceCache:
     def restore(self, tokens: Sequence[int], sequence: int = 0) -> int:
         """Replace a sequence by the longest known prefix of `tokens`; returns its length.
 
-        At least the last token is left to be decoded. 0: nothing is known, and the sequence is as
-        it was; or llama.cpp had no room, and it is empty.
+        At least the last token must be decoded. Returns 0 if no prefix is known, and the sequence
+        is unchanged; or if llama.cpp has no room, and the sequence is empty.
         """
         head = struct.pack("<II", _STATE_MAGIC, sequence) if self._has_head else b""
         state = np.zeros(0, np.uint8)
 
-        def make(_: int, nbytes: int) -> Any:
+        def allocate(_: int, nbytes: int) -> Any:
             nonlocal state
             state = np.zeros(len(head) + nbytes, np.uint8)
             state[: len(head)] = np.frombuffer(head, np.uint8)
             return state[len(head) :]
 
-        cells = self.blocks.load(np.asarray(tokens)[:-1], self._streams, make)
+        cells = self.blocks.load(np.asarray(tokens)[:-1], self._streams, allocate)
         if not cells:
             return 0
-        taken = self._calls.set(self._context, state.ctypes.data, len(state), sequence)
+        taken = self._calls.state_seq_set_data(
+            self._context, state.ctypes.data, len(state), sequence
+        )
         return cells if taken else 0
 
     def store(self, tokens: Sequence[int], sequence: int = 0) -> int:
-        """Store the whole blocks of a sequence that the depot lacks; returns how many.
+        """Store the whole blocks of a sequence that the depot lacks; returns their number.
 
         `tokens` are those that were decoded into it, from position 0 on.
         """
@@ -166,21 +157,21 @@ class SequenceCache:
         return self.blocks.store(tokens, self._read(sequence, known))
 
     def _read(self, sequence: int, start: int) -> SequenceState:
-        """A sequence's state from a position on. Where all sequences share one stream the part is
-        copied to the scratch sequence first, which copies no rows; else all of it is read."""
+        """A sequence's state from a position on, or all of it. If all sequences share one stream,
+        the part is first assigned to the scratch sequence, which copies no rows."""
         if not start or self._streams > 1:
             return self._state(sequence)
-        memory = self._calls.memory(self._context)
-        self._calls.copy(memory, sequence, self._scratch, start, _UNBOUNDED)
+        memory = self._calls.get_memory(self._context)
+        self._calls.memory_seq_cp(memory, sequence, self._scratch, start, _UNBOUNDED)
         try:
             return self._state(self._scratch)
         finally:
-            self._calls.remove(memory, self._scratch, _UNBOUNDED, _UNBOUNDED)
+            self._calls.memory_seq_rm(memory, self._scratch, _UNBOUNDED, _UNBOUNDED)
 
     def _state(self, sequence: int) -> SequenceState:
-        size = self._calls.size(self._context, sequence)
+        size = self._calls.state_seq_get_size(self._context, sequence)
         buffer = np.zeros(size, np.uint8)
-        got = self._calls.get(self._context, buffer.ctypes.data, size, sequence)
+        got = self._calls.state_seq_get_data(self._context, buffer.ctypes.data, size, sequence)
         self._has_head = bytes(buffer[:4]) == struct.pack("<I", _STATE_MAGIC)
         return _read_any_version(buffer[8 * self._has_head : got])
 
@@ -199,19 +190,21 @@ class SequenceCache:
             (pointer * count)(*[ctypes.cast(scratch, pointer)] * count),
             (ctypes.c_int8 * count)(*[0] * (count - 1), 1),
         )
-        memory = self._calls.memory(self._context)
-        self._calls.remove(memory, self._scratch, _UNBOUNDED, _UNBOUNDED)
+        memory = self._calls.get_memory(self._context)
+        self._calls.memory_seq_rm(memory, self._scratch, _UNBOUNDED, _UNBOUNDED)
         status = self._calls.decode(self._context, batch)
         if status:
-            raise ModelError(f"llama.cpp could not decode the probe: llama_decode gave {status}")
+            raise ModelError(
+                f"llama.cpp could not decode the probe: llama_decode returned {status}"
+            )
         try:
             return self._state(self._scratch)
         finally:
-            self._calls.remove(memory, self._scratch, _UNBOUNDED, _UNBOUNDED)
+            self._calls.memory_seq_rm(memory, self._scratch, _UNBOUNDED, _UNBOUNDED)
 
 
 def _read_any_version(buffer: Any) -> SequenceState:
-    """A state in memory does not tell its version: only one of the known ones fits."""
+    """A state in memory has no version number: only one of the known versions fits."""
     reasons = []
     for version in sorted(VERSIONS, reverse=True):
         try:

@@ -1,21 +1,14 @@
-"""A running llama-server as the proxy sees it: which process it is, what it serves, its slots.
-
-The server is the same as long as its listening socket is. When that changes everything is asked
-again: the model's file is digested, the probe is computed, the slots are emptied.
-"""
+"""Calls to a llama-server: its slots, tokens and LoRAs."""
 
 import contextlib
 import http.client
 import json
-import logging
 import os
 import re
 import select
-import socket
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -23,36 +16,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.adapters.file_digests import process_start_ns
-from kvdepot.adapters.llama_cpp.adapters import ServerAdapters, load_adapters
-from kvdepot.adapters.llama_cpp.blocks import (
-    BLOCK_TOKENS,
-    PROBE_TOKENS,
-    SequenceBlocks,
-    gguf_digest,
-    probe_digest,
-)
-from kvdepot.adapters.llama_cpp.sequence_state import SequenceState, read_slot_file
-from kvdepot.adapters.llama_cpp.slots import Owner, Slots
+from kvdepot.adapters.llama_cpp.blocks import BLOCK_TOKENS, gguf_digest
+from kvdepot.adapters.llama_cpp.slots import Scales
 from kvdepot.config.settings import AuditConfig
-from kvdepot.core.depot import Depot
 from kvdepot.errors import ModelError
 
-_logger = logging.getLogger("kvdepot.llama")
-_LISTENING: Final = "0A"
-_QUICK_S: Final = 5.0
-_SLOT_S: Final = 60.0
+QUICK_S: Final = 5.0
+SLOT_S: Final = 60.0
 """An action on a slot waits until the server is between two batches."""
-_REQUEST_S: Final = 3600.0
+_SAVE_S: Final = 3600.0
 """A slot is saved when its request has ended; llama-server's own limit."""
 _LOOK_S: Final = 0.1
-_FORBIDDEN: Final = {
-    "--cache-reuse": "moves KV to other positions",
-    "LLAMA_ARG_CACHE_REUSE": "moves KV to other positions",
-    "--context-shift": "moves KV to other positions",
-    "LLAMA_ARG_CONTEXT_SHIFT": "moves KV to other positions",
-}
-"""Options of a server whose KV does not depend on the tokens before it alone."""
+_LISTENING: Final = "0A"
 SLOT_FILE: Final = "kvdepot-"
 _TIMINGS: Final = re.compile(
     rb'"(cache_n|prompt_n|prompt_ms|predicted_n)"\s*:\s*([0-9.eE+-]{1,32})'
@@ -61,7 +36,7 @@ _TIMINGS: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """Where the server is, and how its blocks are kept."""
+    """The address of the server, and how its blocks are kept."""
 
     url: str
     slots: Path
@@ -70,63 +45,65 @@ class LinkSettings:
     tenant: str = ""
     api_key: str = field(default="", repr=False)
     memo: Path | None = None
-    """A file that remembers digests of model files."""
+    """The file that keeps digests of model files."""
     audit: AuditConfig = field(default_factory=AuditConfig)
     """Which hits are computed again."""
 
 
 class LlamaServerLink:
-    """Calls to a llama-server. Every call may raise OSError or http.client.HTTPException when the
-    server does not answer, and ModelError when it refuses."""
+    """Calls to a llama-server. Every call may raise OSError or http.client.HTTPException if the
+    server does not answer, and ModelError if it refuses."""
 
     def __init__(self, settings: LinkSettings) -> None:
         parts = urllib.parse.urlsplit(settings.url)
         if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
             raise ModelError(
-                f"{settings.url!r} is not the address of a llama-server",
+                f"invalid address of a llama-server: {settings.url!r}",
                 hint="http://127.0.0.1:8080, for example",
             )
         self.host, self.port = parts.hostname, parts.port or 80
         self.settings = settings
-        self._count = 0
+        self._files = 0
         self._lock = threading.Lock()
-
-    def connection(self, timeout_s: float | None) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
 
     def call(
         self,
         path: str,
         body: object = None,
-        timeout_s: float = _QUICK_S,
+        timeout_s: float = QUICK_S,
         sockets: frozenset[int] | None = None,
-        hopeless: Callable[[], bool] | None = None,
+        give_up: Callable[[], bool] | None = None,
     ) -> Any:
-        """One request and its JSON answer; with `sockets`, of the run that listens on them.
+        """The JSON answer to one request.
 
-        TimeoutError when `hopeless` says so before the answer begins.
+        With `sockets` only the server that listens on them is asked. TimeoutError if `give_up`
+        returns True before the answer begins; it is called every 0.1 s.
         """
         headers = {"content-type": "application/json"}
         if self.settings.api_key:
             headers["authorization"] = f"Bearer {self.settings.api_key}"
-        with contextlib.closing(self.connection(timeout_s)) as connection:
-            # Connected first: what listened before and after has this connection.
+        method = "GET" if body is None else "POST"
+        connected = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        with contextlib.closing(connected) as connection:
+            # First connect, then compare: the same server listened before and after.
             connection.connect()
             if sockets is not None and self.listening() != sockets:
                 raise ModelError("llama-server was restarted")
-            method = "GET" if body is None else "POST"
             connection.request(method, path, None if body is None else json.dumps(body), headers)
-            while hopeless is not None and not select.select([connection.sock], [], [], _LOOK_S)[0]:
-                if hopeless():
+            while give_up is not None and not select.select([connection.sock], [], [], _LOOK_S)[0]:
+                if give_up():
                     raise TimeoutError(f"llama-server did not answer {path}")
             response = connection.getresponse()
             content = response.read()
         try:
             answer = json.loads(content)
         except ValueError as error:
-            raise ModelError(f"llama-server answered {path} with no JSON") from error
+            raise ModelError(f"llama-server answered {path} without JSON") from error
         if response.status != http.HTTPStatus.OK:
-            raise ModelError(f"llama-server refused {path}: {_reason(answer, response.status)}")
+            error_fields = answer.get("error") if isinstance(answer, dict) else None
+            message = error_fields.get("message") if isinstance(error_fields, dict) else None
+            reason = message or f"status {response.status}"
+            raise ModelError(f"llama-server refused {path}: {reason}")
         return answer
 
     def tokenize(self, text: str) -> list[int]:
@@ -136,51 +113,28 @@ class LlamaServerLink:
             raise ModelError("llama-server tokenized in an unknown way")
         return tokens
 
-    def slot_action(
-        self,
-        slot: int,
-        action: str,
-        filename: str = "",
-        sockets: frozenset[int] | None = None,
-        hopeless: Callable[[], bool] | None = None,
-    ) -> dict[str, Any]:
-        path = f"/slots/{slot}?action={action}"
-        limit_s = _REQUEST_S if action == "save" else _SLOT_S
-        answer = self.call(path, {"filename": filename}, limit_s, sockets, hopeless)
-        return answer if isinstance(answer, dict) else {}
-
     @contextlib.contextmanager
     def slot_file(self) -> Iterator[Path]:
-        """A name in the folder of slot files, for the time of the scope."""
+        """An unused name in the folder of slot files. The file is removed at the end."""
         with self._lock:
-            self._count += 1
-            name = f"{SLOT_FILE}{os.getpid()}-{self._count}.bin"
+            self._files += 1
+            name = f"{SLOT_FILE}{os.getpid()}-{self._files}.bin"
         path = self.settings.slots / name
         try:
             yield path
         finally:
             path.unlink(missing_ok=True)
 
-    def choose_adapters(self, slot: int, token: int, pinned: dict[str, Any]) -> None:
-        """Have a slot's last request be one with these LoRAs."""
-        request = {
-            "prompt": [token],
-            "n_predict": 0,
-            "id_slot": slot,
-            "cache_prompt": False,
-            **pinned,
-        }
-        self.call("/completion", request, _SLOT_S)
-
     def save_slot(
         self,
         slot: int,
         path: Path,
         sockets: frozenset[int] | None = None,
-        hopeless: Callable[[], bool] | None = None,
+        give_up: Callable[[], bool] | None = None,
     ) -> "np.memmap[Any, np.dtype[np.uint8]]":
-        """Have the server write a slot to a file, and map that. TimeoutError: as of `call`."""
-        self.slot_action(slot, "save", path.name, sockets, hopeless)
+        """Have the server write a slot to a file, and map that. See `call` for TimeoutError."""
+        action, body = f"/slots/{slot}?action=save", {"filename": path.name}
+        self.call(action, body, _SAVE_S, sockets, give_up)
         try:
             return np.memmap(path, np.uint8, "r")
         except FileNotFoundError as error:
@@ -189,8 +143,22 @@ class LlamaServerLink:
                 hint="give its --slot-save-path as --slots",
             ) from error
 
+    def restore_slot(self, slot: int, path: Path, sockets: frozenset[int]) -> int:
+        """Have the server read a slot from a file. Returns how many tokens it has restored."""
+        body = {"filename": path.name}
+        answer = self.call(f"/slots/{slot}?action=restore", body, SLOT_S, sockets)
+        return int(answer["n_restored"])
+
+    def erase_slot(self, slot: int) -> None:
+        self.call(f"/slots/{slot}?action=erase", {"filename": ""}, SLOT_S)
+
+    def send_empty_request(self, slot: int, token: int, options: dict[str, Any]) -> None:
+        """Make a request with these options the slot's last one: one token, no answer."""
+        request = {"prompt": [token], "n_predict": 0, "id_slot": slot, "cache_prompt": False}
+        self.call("/completion", {**request, **options}, SLOT_S)
+
     def listening(self) -> frozenset[int]:
-        """The listening sockets of the server's port on this machine, by inode."""
+        """The inodes of the sockets of this machine that listen on the server's port."""
         found = set()
         for name in ("tcp", "tcp6"):
             with contextlib.suppress(OSError):
@@ -202,157 +170,74 @@ class LlamaServerLink:
         return frozenset(found)
 
 
-def _reason(answer: object, status: int) -> str:
-    error = answer.get("error") if isinstance(answer, dict) else None
-    message = error.get("message") if isinstance(error, dict) else None
-    return str(message or f"status {status}")
+@dataclass(frozen=True, slots=True)
+class LoadedLoras:
+    """The LoRAs of one run of a server.
 
-
-def process_of(inodes: frozenset[int]) -> int:
-    """The process that has one of these sockets open; the oldest, if several. ModelError: none."""
-    names = {f"socket:[{inode}]" for inode in inodes}
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and _has_open(folder / "fd", names):
-            with contextlib.suppress(OSError):
-                found.append((process_start_ns(int(folder.name)), int(folder.name)))
-    if not found:
-        raise ModelError(
-            "llama-server's process cannot be seen",
-            hint="run the proxy on the same machine, as the same user",
-        )
-    return min(found)[1]
-
-
-def _has_open(folder: Path, names: set[str]) -> bool:
-    """Whether a process has one of these files open; False if it may not be looked at."""
-    try:
-        descriptors = os.listdir(folder)
-    except OSError:
-        return False
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if os.readlink(folder / descriptor) in names:
-                return True
-    return False
-
-
-def check_options(process: int) -> None:
-    """ModelError where the server was started with an option that spoils a cache."""
-    given: set[str] = set()
-    for name in ("cmdline", "environ"):
-        with contextlib.suppress(OSError):
-            content = Path("/proc", str(process), name).read_bytes()
-            given |= {part.partition("=")[0] for part in content.decode("latin-1").split("\0")}
-    for option in sorted(given & set(_FORBIDDEN)):
-        raise ModelError(f"llama-server was started with {option}, which {_FORBIDDEN[option]}")
-
-
-@dataclass(slots=True)
-class ServedModel:
-    """One run of a server: what it serves, and its slots. Made by `recognise`."""
-
-    link: LlamaServerLink
-    blocks: SequenceBlocks
-    slots: Slots
-    streams: int
-    slot_tokens: int
-    """How many tokens a slot has room for."""
-    sockets: frozenset[int]
-    adapters: ServerAdapters = field(default_factory=ServerAdapters)
-    spoiled: str = ""
-    """Why nothing is stored or restored any more in this run."""
-
-    def blocks_of(self, owner: Owner) -> SequenceBlocks:
-        """The blocks of a user, with the LoRAs at the scales that are in force for a request."""
-        return self.blocks.variant(owner.user, self.adapters.name(owner.scales))
-
-
-def recognise(
-    link: LlamaServerLink, depot: Depot, quiet: Callable[[], AbstractContextManager[None]]
-) -> ServedModel:
-    """Find out what the server is. Takes as long as reading the model's file takes the first time.
-
-    OSError or HTTPException while the server does not answer; ModelError, with the reason, if it
-    cannot be served. In the scope of `quiet` nothing else may be asked of the server.
+    A server loads LoRAs when it starts. Their scales change while it runs: for all requests by
+    `POST /lora-adapters`, for one by its `lora`. The server's own caches do not distinguish KV of
+    different scales. So a request is sent with the scales that its blocks are named by, and uses
+    only the KV in its slot that the depot has just put there.
     """
-    settings = link.settings
-    sockets = link.listening() if resolves_here(link.host) else frozenset()
-    if not sockets:
-        raise ModelError(
-            f"no process of this machine listens on port {link.port}",
-            hint="llama-server and the proxy must run in one network namespace",
-        )
-    process = process_of(sockets)
-    check_options(process)
-    facts = link.call("/props")
-    path = Path(str(facts["model_path"]))
-    if not path.is_absolute():
-        path = Path(os.readlink(f"/proc/{process}/cwd")) / path
-    began_ns = process_start_ns(process)
-    fingerprint = gguf_digest(path, settings.memo, began_ns)
-    adapters = load_adapters(link, settings.memo, began_ns)
-    off = (0.0,) * len(adapters.digests)
-    with quiet():
-        slots, state = _probe(link, adapters.pinned(off))
-    blocks = SequenceBlocks(
-        depot,
-        state.layout,
-        block_tokens=settings.block_tokens,
-        tenant=settings.tenant,
-        model=path.name,
-        fingerprint=fingerprint,
-        adapter=adapters.name(off),
-        audit=settings.audit,
-        extra=(
-            ("engine", "llama.cpp"),
-            ("build", str(facts.get("build_info", ""))),
-            ("probe", probe_digest(state)),
-        ),
-    )
-    found = Slots([slot["id"] for slot in slots], shared=state.streams == 1)
-    room = int(slots[0]["n_ctx"])
-    return ServedModel(link, blocks, found, state.streams, room, sockets, adapters)
 
+    digests: tuple[str, ...] = ()
+    """The digests of their files, by their numbers."""
 
-def _probe(
-    link: LlamaServerLink, without_adapters: dict[str, Any]
-) -> tuple[list[dict[str, Any]], SequenceState]:
-    """Compute the probe, and empty all slots. The slots, and the probe's state."""
-    slots = link.call("/slots")
-    if any(slot["is_processing"] for slot in slots):
-        raise ModelError("llama-server is busy; the probe waits")
-    request = {
-        "prompt": list(PROBE_TOKENS),
-        "n_predict": 1,
-        "temperature": 0,
-        "id_slot": 0,
-        "cache_prompt": False,
-        **without_adapters,
-    }
-    link.call("/completion", request, _SLOT_S)
-    with link.slot_file() as path:
-        tokens, state = read_slot_file(link.save_slot(0, path))
-    if tokens[: len(PROBE_TOKENS)].tolist() != list(PROBE_TOKENS):
-        raise ModelError("the probe's slot was used by another client")
-    for slot in slots:
-        link.slot_action(slot["id"], "erase")
-    return slots, state
+    @classmethod
+    def of(cls, link: LlamaServerLink, memo: Path | None, began_ns: int) -> "LoadedLoras":
+        """Ask a server for its LoRAs, and read their files. ModelError for one that cannot be
+        served."""
+        digests = []
+        for number, lora in enumerate(link.call("/lora-adapters")):
+            path = Path(str(lora["path"]))
+            if lora["id"] != number:
+                raise ModelError("llama-server numbers its LoRAs in an unknown way")
+            if lora.get("alora_invocation_tokens"):
+                raise ModelError(
+                    f"{path} is an activated LoRA: the KV of a prefix depends on what follows it"
+                )
+            digests.append(gguf_digest(path, memo, began_ns))
+        return cls(tuple(digests))
+
+    def __bool__(self) -> bool:
+        return bool(self.digests)
+
+    def scales_of(self, link: LlamaServerLink, request: dict[str, Any]) -> Scales:
+        """The scales that the server would use for a request. ModelError for invalid ones."""
+        if not self.digests:
+            return ()
+        loras = request.get("lora") or link.call("/lora-adapters")
+        if not isinstance(loras, list) or not all(isinstance(lora, dict) for lora in loras):
+            raise ModelError("invalid LoRAs of a request or of llama-server (expected objects)")
+        given = {lora.get("id"): float(np.float32(lora.get("scale", 0.0))) for lora in loras}
+        return tuple(given.get(number, 0.0) for number in range(len(self.digests)))
+
+    def name(self, scales: Scales) -> str:
+        """A name for the namespace: every LoRA by its bytes, with its scale."""
+        pairs = zip(self.digests, scales, strict=True)
+        return " ".join(f"{digest}×{scale}" for digest, scale in pairs)
+
+    def options(self, scales: Scales) -> dict[str, Any]:
+        """The part of a request that sets these scales, also if the server's change meanwhile."""
+        if not self.digests:
+            return {}
+        return {"lora": [{"id": number, "scale": scale} for number, scale in enumerate(scales)]}
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTiming:
-    """What an answer says of its prompt: tokens computed, in the slot before, and answered."""
+    """The timings in an answer: tokens of the prompt that were computed, tokens that were in the
+    slot, and tokens of the answer."""
 
     computed: int
     cached: int
     predicted: int
     prompt_s: float | None
-    """What computing took."""
+    """The time to compute the prompt."""
 
 
 def read_timing(tail: bytes) -> PromptTiming | None:
-    """From the last bytes of an answer, its `timings`; None where they do not have it."""
+    """Reads the `timings` in the last bytes of an answer; None without them."""
     try:
         found = {name: float(value) for name, value in _TIMINGS.findall(tail)}
         names = (b"prompt_n", b"cache_n", b"predicted_n")
@@ -360,20 +245,4 @@ def read_timing(tail: bytes) -> PromptTiming | None:
     except (KeyError, ValueError, OverflowError):
         return None
     took_ms = found.get(b"prompt_ms", 0.0)
-    prompt_s = took_ms / 1e3 if 0.0 < took_ms < inf else None
-    return PromptTiming(computed, cached, predicted, prompt_s)
-
-
-def resolves_here(host: str) -> bool:
-    """Whether a host's name means this machine."""
-    try:
-        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    for address in addresses:
-        with contextlib.suppress(OSError):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.bind((address, 0))
-            return True
-    return False
+    return PromptTiming(computed, cached, predicted, took_ms / 1e3 if 0 < took_ms < inf else None)

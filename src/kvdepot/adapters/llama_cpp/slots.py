@@ -1,7 +1,7 @@
-"""The slots of a llama-server: which request has which, and what is in them.
+"""The slots of a llama-server: which request has which, and what is believed to be in them.
 
-What is believed to be in a slot chooses one, and says whether the request may use what is there: it
-may if the same user left it, with the same scales of LoRAs. The server itself compares tokens.
+That belief chooses a slot. It also decides whether a request may use the KV in its slot: only if
+the same user left it, with the same scales of LoRAs. The server itself compares tokens.
 """
 
 import threading
@@ -12,46 +12,48 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvdepot.adapters.llama_cpp.adapters import Scales
 from kvdepot.adapters.llama_cpp.sequence_state import Tokens
 
 _SAVED_S: Final = 2.0
+Scales = tuple[float, ...]
+"""The strength of each loaded LoRA, by its number; 0: it is off."""
 
 
 class Owner(NamedTuple):
-    """Whose KV it is: KV is shared only between requests with an equal owner."""
+    """KV is shared only between requests with equal owners."""
 
     user: bytes = b""
     """A digest of the API key; empty without one."""
     scales: Scales = ()
-    """Of the LoRAs that it was computed with."""
+    """The scales of the LoRAs that the KV was computed with."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """One slot. Its fields belong to the request that has it."""
+    """One slot. The lock of `Slots` guards `owner` and `scales`; the rest belongs to the request
+    that has the slot."""
 
     number: int
     tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
-    """What is believed to be in it; empty if `owner` is None."""
+    """Believed to be in it; empty if `owner` is None."""
     owner: Owner | None = None
-    """Whose tokens these are; None: not known. Changed under the lock of `Slots`."""
+    """The owner of the tokens; None: not known."""
     scales: Scales = ()
-    """Of the last request that was sent to it; empty: not known. The server empties a slot for a
-    request with other scales. Changed under the lock of `Slots`."""
+    """Those of the last request that was sent to it; empty: not known. The server empties a slot
+    for a request with other scales."""
     used: int = 0
-    """When it was last taken, by count."""
+    """The count of `take` calls when it was last taken."""
     holders: int = 0
     """The request that has it, and the thread that saves it."""
     answering: bool = False
-    """Whether the request is not done."""
+    """Its request has not ended."""
 
 
 class Slots:
     """Gives slots to requests, one at a time each. Thread-safe.
 
-    Where slots share one cache (`shared`), a request that begins has the server empty all idle
-    slots: what was restored to one has to begin before the next may.
+    If the slots share one cache (`shared`), the server empties all idle slots when a request
+    begins. So a request whose slot was restored must begin before the next one may.
     """
 
     def __init__(
@@ -66,10 +68,10 @@ class Slots:
         self._launching: Slot | None = None
 
     def take(self, tokens: Tokens, owner: Owner) -> Slot:
-        """The slot in which `owner` has most of the prompt; among equals the one that was used
-        longest ago. If it was another owner's, nothing is believed to be in it.
+        """The slot in which `owner` has most of the prompt; of several the least recently used. The
+        tokens of another owner are forgotten.
 
-        Waits while all are busy, as the server would, and a while for one that is being saved.
+        Blocks while all slots are busy, and for up to `saved_s` for a slot that is being saved.
         """
         began_s = time.monotonic()
         with self._changed:
@@ -81,7 +83,7 @@ class Slots:
                     if not slot.answering and (patient or not slot.holders)
                 ]
                 if free:
-                    best = max(free, key=lambda slot: (_shared(slot, tokens, owner), -slot.used))
+                    best = max(free, key=lambda slot: _preference(slot, tokens, owner))
                     if not best.holders:
                         self._uses += 1
                         if best.owner != owner:
@@ -91,8 +93,8 @@ class Slots:
                 self._changed.wait(self._saved_s if patient else None)
 
     def leave(self, slot: Slot, tokens: Tokens, owner: Owner) -> bool:
-        """Note what the request that has a slot has left in it. Returns False, and nothing is
-        believed to be in it, if a request of another owner may have used it meanwhile."""
+        """Note the tokens that the slot's request has left in it. False, and nothing is believed to
+        be in it, if a request of another owner may have used it meanwhile."""
         with self._changed:
             own = slot.owner == owner
             slot.tokens = tokens if own else tokens[:0]
@@ -100,27 +102,27 @@ class Slots:
             return own
 
     def disturb(self, owner: Owner | None) -> None:
-        """The server chooses the slot of a request of `owner`; None: the owner is not known. The
-        server may have chosen any slot, so nothing is known of other owners' slots any more."""
+        """The server chooses the slot of a request of `owner` (None: not known). It may be any, so
+        the content of other owners' slots is not known any more."""
         with self._changed:
             for slot in self._slots:
                 if slot.owner != owner:
                     slot.owner, slot.tokens, slot.scales = None, slot.tokens[:0], ()
 
     def hold(self, slot: Slot) -> None:
-        """The slot is to be saved, too, before it is free."""
+        """A thread is going to save the slot. It is free after two calls of `free`."""
         with self._changed:
             slot.holders += 1
 
     def free(self, slot: Slot) -> None:
-        """The request, or the thread that saves it, needs it no more; the request comes first."""
+        """Called first by the request, then by the thread that saves the slot."""
         with self._changed:
             slot.holders -= 1
             slot.answering = False
             self._changed.notify_all()
 
     def begin_launch(self, slot: Slot) -> None:
-        """Wait until no other request is about to begin, if that could empty this slot."""
+        """Block until no other request is about to begin, if that could empty this slot."""
         if not self._shared:
             return
         with self._changed:
@@ -142,8 +144,8 @@ class Slots:
                 self._changed.notify_all()
 
 
-def _shared(slot: Slot, tokens: Tokens, owner: Owner) -> int:
-    return common(slot.tokens, tokens) if slot.owner == owner else 0
+def _preference(slot: Slot, tokens: Tokens, owner: Owner) -> tuple[int, int]:
+    return (common(slot.tokens, tokens) if slot.owner == owner else 0), -slot.used
 
 
 def common(one: Tokens, other: Tokens) -> int:

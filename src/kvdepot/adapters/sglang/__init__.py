@@ -1,23 +1,19 @@
 """kvdepot under SGLang: the storage below its hierarchical cache (HiCache), and its linker.
 
-SGLang loads the first as its `dynamic` storage backend, by `"module_path":
-"kvdepot.adapters.sglang"` and `"class_name": "KVDepotStorage"`, the second as its `dynamic` linker,
-by `"linker_module_path"` and `"linker": "KVDepotLinker"`. Everything but `storage` and `linker`
-works without SGLang installed.
+SGLang loads the storage as its `dynamic` backend ("module_path": "kvdepot.adapters.sglang",
+"class_name": "KVDepotStorage"), and the linker as its `dynamic` linker ("linker_module_path":
+"kvdepot.adapters.sglang", "linker": "KVDepotLinker"). Only the modules `storage` and `linker` need
+SGLang.
 """
 
-from typing import Any
+import importlib
+from typing import Any, Final
 
 __all__ = ["KVDepotLinker", "KVDepotStorage"]
+_HOMES: Final = {"KVDepotLinker": "linker", "KVDepotStorage": "storage"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KVDepotStorage":
-        from kvdepot.adapters.sglang.storage import KVDepotStorage
-
-        return KVDepotStorage
-    if name == "KVDepotLinker":
-        from kvdepot.adapters.sglang.linker import KVDepotLinker
-
-        return KVDepotLinker
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,8 +1,9 @@
-"""Pages of SGLang's device pools as blocks of a depot. Knows its pools by their attributes only.
+"""Pages of SGLang's device pools as blocks of a depot. Uses the attributes of the pools, not their
+classes.
 
-A block has a page's bytes layer by layer, in each layer the pieces of its buffers (K and V, a
+A block has a page's bytes layer by layer, and in each layer the pieces of its buffers (K and V, a
 latent, states), so that a layer is one range of the block. Blocks are leased and verified in memory
-first; then they are copied to the device, some layers at a time.
+first. Then they are copied to the device, some layers at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,38 +18,34 @@ from kvdepot.adapters.sglang.pages import PoolPages
 from kvdepot.adapters.tensors import OnboardTicket, Pieces, TensorMover
 from kvdepot.adapters.tensors.kvtensors import DTYPES, Addresses, piece_size
 from kvdepot.core.block import BlockKey
-from kvdepot.core.depot import Arrival, Depot, Lease
-from kvdepot.core.layout import KVLayout
+from kvdepot.core.depot import Arrival, Lease
+from kvdepot.core.layout import DType
+from kvdepot.depot import Depot
 from kvdepot.errors import ModelError
 
 _NO_WAIT_S: Final = 0.0
-"""A page that waits for room holds on to the device's memory."""
+"""A page that waits for room keeps the device's memory in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Equal pieces of a page, which lie one after the other in its block."""
+    """Equal pieces of a page that follow each other in its block."""
 
     start: int
-    """Where the run begins in the block."""
+    """The first byte of the run in the block."""
     piece_bytes: int
     bases: Addresses
     """The address of each piece in the pool's row 0."""
     steps: Addresses
-    """Bytes from a row to the next."""
+    """Bytes from one row to the next."""
 
     @property
     def stop(self) -> int:
         return self.start + len(self.bases) * self.piece_bytes
 
-    def joined(self, other: "PageRun") -> "PageRun":
-        bases = np.concatenate([self.bases, other.bases])
-        steps = np.concatenate([self.steps, other.steps])
-        return PageRun(self.start, self.piece_bytes, bases, steps)
-
 
 class DevicePages(PoolPages):
-    """Of a device pool, SGLang's DevicePoolEntry."""
+    """The pages of a device pool, SGLang's DevicePoolEntry."""
 
     def __init__(self, depot: Depot, entry: Any, mover: TensorMover) -> None:
         super().__init__(depot, entry.page_size)
@@ -56,7 +53,7 @@ class DevicePages(PoolPages):
         self._mover = mover
         self._tensors = tuple(entry.kv_buffer)
         self._runs = _runs(entry)
-        """By layer, as SGLang counts them for loads; not all layers need be in this pool."""
+        """By layer, as SGLang counts them for loads. Layers without a part in this pool lack."""
         self._whole = _join([run for runs in self._runs.values() for run in runs])
         self.page_bytes = self._whole[-1].stop
 
@@ -66,7 +63,7 @@ class DevicePages(PoolPages):
             for component in self._entry.components
             for buffer in component
         ]
-        # Drafts have their layers beside the model's: which is where is part of the order.
+        # Layers of drafts lie beside those of the model: the mapping is a part of the order.
         layers = sorted((layer, str(at)) for layer, at in self._entry.layer_mapping.items())
         pool = self._entry.device_pool
         return {
@@ -78,36 +75,27 @@ class DevicePages(PoolPages):
             "layers": str(layers),
         }
 
-    def numbers(self) -> KVLayout | None:
+    def numbers(self) -> tuple[DType, int] | None:
         dtypes = {buffer.dtype for buffers in self._entry.components for buffer in buffers}
-        dtype: Any = DTYPES.get(dtypes.pop(), "uint8") if len(dtypes) == 1 else "uint8"
+        dtype = DTYPES.get(dtypes.pop(), "uint8") if len(dtypes) == 1 else "uint8"
         if dtype == "uint8":
             return None
         alike = len({self.layer_bytes(layer) for layer in self._runs}) == 1
-        layers = len(self._runs) if alike else 1
-        return KVLayout.opaque(self.page_bytes, self.page_tokens, layers, dtype=dtype)
+        return dtype, len(self._runs) if alike else 1
 
     def layer_bytes(self, layer: int) -> int:
-        """Of one page."""
+        """Bytes of one layer of one page."""
         return sum(run.stop - run.start for run in self._runs.get(layer, ()))
 
     def store(self, keys: Sequence[BlockKey], indices: Any) -> list[bool]:
-        """Take pages out of the pool; whether the depot has each of them now. Waits for no room."""
+        """Store pages of the pool. Returns for each whether the depot has it now. Does not wait for
+        room."""
         rows = self._entry.prepare_locations(indices)
 
-        @contextmanager
-        def computed(at: int) -> Iterator[memoryview | None]:
-            assert self._hits is not None
-            with self._hits.auditor.scratch(keys[at]) as slot:
-                view = slot.view(0)
-                if view is not None:
-                    gather([at], [view])
-                yield view
-
-        def gather(numbers: Sequence[int], views: Sequence[memoryview]) -> None:
+        def fill(pages: Sequence[int], views: Sequence[memoryview]) -> None:
             tickets = [
                 self._mover.offload(
-                    [self._pieces(run, rows[at]) for at in numbers],
+                    [self._pieces(run, rows[page]) for page in pages],
                     [view[run.start : run.stop] for view in views],
                 )
                 for run in self._whole
@@ -115,36 +103,46 @@ class DevicePages(PoolPages):
             for ticket in tickets:
                 ticket.wait()
 
+        @contextmanager
+        def computed(page: int) -> Iterator[memoryview | None]:
+            assert self._hits is not None
+            with self._hits.scratch(keys[page]) as slot:
+                view = slot.view(0)
+                if view is not None:
+                    fill([page], [view])
+                yield view
+
         self._compare(keys, computed)
-        return self._fill(keys, gather, _NO_WAIT_S)
+        return self._fill(keys, fill, _NO_WAIT_S)
 
     def lease(
         self, keys: Sequence[BlockKey], indices: Any, timeout_s: float
     ) -> "LeasedPages | None":
-        """Pages that are in memory, verified, by the end of `timeout_s`; None where one is not.
+        """Bring pages to memory, verified, within `timeout_s`. None if a page is missing.
 
-        Those for which memory has no room are copied to the device at once.
+        Pages for which memory has no room are copied to the device at once.
         """
         rows = self._entry.prepare_locations(indices)
         views: dict[int, memoryview] = {}
 
         def collect(arrivals: list[Arrival]) -> None:
-            passing = [one for one in arrivals if not one.lasting]
-            for one in arrivals:
-                views.pop(one.index, None)
-            views.update((one.index, one.view) for one in arrivals if one.lasting)
-            at = [rows[one.index] for one in passing]
-            for ticket in self._onboard(self._whole, at, [one.view for one in passing]):
+            for page in arrivals:
+                views.pop(page.index, None)
+                if page.lasting:
+                    views[page.index] = page.view
+            passing = [page for page in arrivals if not page.lasting]
+            places = [rows[page.index] for page in passing]
+            for ticket in self._onboard(self._whole, places, [page.view for page in passing]):
                 ticket.synchronize()
 
         lease = self._depot.lease(keys)
         try:
             if len(lease) == len(keys) and all(
-                lease.deliver(collect, beside=True, timeout_s=timeout_s)
+                lease.deliver(collect, verify_concurrently=True, timeout_s=timeout_s)
             ):
-                numbers = sorted(views)
-                taken = [rows[at] for at in numbers], [views[at] for at in numbers]
-                return LeasedPages(self, lease, *taken)
+                pages = sorted(views)
+                places = [rows[page] for page in pages]
+                return LeasedPages(self, lease, places, [views[page] for page in pages])
         except BaseException:
             lease.release()
             raise
@@ -154,22 +152,20 @@ class DevicePages(PoolPages):
     def onboard(
         self, layers: Sequence[int], rows: Sequence[int], views: Sequence[memoryview]
     ) -> list[OnboardTicket]:
-        """Copy these layers of pages into the pool. Layers that it lacks are none."""
+        """Copy these layers of pages into the pool; layers without a part in it are skipped."""
         runs = _join([run for layer in layers for run in self._runs.get(layer, ())])
         return self._onboard(runs, rows, views)
 
     def _onboard(
         self, runs: Sequence[PageRun], rows: Sequence[int], views: Sequence[memoryview]
     ) -> list[OnboardTicket]:
-        if not rows:
-            return []
         return [
             self._mover.onboard(
                 [view[run.start : run.stop] for view in views],
                 [self._pieces(run, row) for row in rows],
                 layers_per_step=1,
             )
-            for run in runs
+            for run in (runs if rows else ())
         ]
 
     def _pieces(self, run: PageRun, row: int) -> Pieces:
@@ -187,13 +183,14 @@ class LeasedPages:
     views: list[memoryview]
 
     def release(self) -> None:
-        """No more copies; the views are not to be used any more."""
+        """End the lease. The views must not be used any more."""
         self.rows, self.views = [], []
         self.lease.release()
 
 
 def _runs(entry: Any) -> dict[int, list[PageRun]]:
-    """Where the pieces of each layer of a page lie, in the order of the block."""
+    """The pieces of each layer of a page, in the order of the block. ModelError if a page has no
+    contiguous memory."""
     found: dict[int, list[PageRun]] = {}
     at = 0
     seen: set[tuple[int, int]] = set()
@@ -217,12 +214,11 @@ def _runs(entry: Any) -> dict[int, list[PageRun]]:
 
 
 def _check_rows(entry: Any, buffer: torch.Tensor, step: int, nbytes: int) -> None:
-    """A page must be one stretch of memory."""
     row_bytes = buffer[0].nbytes
     if not buffer[0].is_contiguous() or (nbytes != row_bytes and step != row_bytes):
         raise ModelError(
             f"SGLang's pool {entry.name}: a page of shape {tuple(buffer.shape)} and strides "
-            f"{buffer.stride()} is not in one piece"
+            f"{buffer.stride()} is not contiguous"
         )
 
 
@@ -232,7 +228,10 @@ def _join(runs: Sequence[PageRun]) -> list[PageRun]:
     for run in runs:
         last = joined[-1] if joined else None
         if last is not None and (last.stop, last.piece_bytes) == (run.start, run.piece_bytes):
-            joined[-1] = last.joined(run)
+            bases, steps = (
+                np.concatenate(pair) for pair in ((last.bases, run.bases), (last.steps, run.steps))
+            )
+            joined[-1] = PageRun(last.start, run.piece_bytes, bases, steps)
         else:
             joined.append(run)
     return joined

@@ -1,7 +1,7 @@
-"""The identity of a model in SGLang: what makes its pages useless to another SGLang.
+"""The identity of a model in SGLang: the facts that make its pages useless to another SGLang.
 
-SGLang's page hashes cover tokens, a request's extra key and its salt: neither the model nor how a
-page looks. Both are taken from its arguments, the weight files and the host pools.
+SGLang's page hashes cover tokens, a request's extra key and its salt, but neither the model nor the
+layout of a page. Those come from its arguments, the weight files and the host pools.
 """
 
 import json
@@ -13,11 +13,14 @@ from typing import Any, Final
 
 import torch
 
+import kvdepot
 from kvdepot.adapters.sglang.config import SETTING, HiCacheSettings
 from kvdepot.adapters.vllm.weights import digest_of, weight_files
 from kvdepot.core.namespace import fingerprint
 from kvdepot.errors import ConfigError
 
+KV: Final = "kv"
+"""SGLang's name for the pool of K and V. Other pools have states, windows or indices."""
 _ARGUMENTS: Final = (
     "dtype",
     "kv_cache_dtype",
@@ -35,23 +38,25 @@ _ARGUMENTS: Final = (
     "revision",
     "device",
 )
-"""Of SGLang's arguments, what may change K or V, or how a page looks."""
+"""Arguments of SGLang that may change K or V, or the layout of a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageIdentity:
-    """What the namespaces of one SGLang process are made of."""
+    """The facts for the namespaces of one SGLang process."""
 
     model: str
     config: str
     weights: str
-    """What names them; empty where they have to be read."""
+    """The name of the weights; empty if their files must be read."""
     folder: Path | None
     shard: tuple[int, int]
     extra: tuple[tuple[str, str], ...]
+    producer: str = "SGLang"
+    """The program that computes the pages, for people."""
 
     def known_weights(self, settings: HiCacheSettings) -> str:
-        """What names the weights; empty as long as they are being read. Does not wait."""
+        """The name of the weights; empty while their files are being read. Does not block."""
         if self.folder is None:
             return self.weights
         return digest_of(self.folder, settings.weights.expanduser()).known()
@@ -61,7 +66,7 @@ class PageIdentity:
     ) -> dict[str, Any]:
         """The fields of the namespace of one pool's pages."""
         tenant = settings.tenants.get(settings.tenant)
-        chained = str(settings.prefix_chain and pool == "kv")
+        chained = str(settings.prefix_chain and pool == KV)
         pairs = {**dict(self.extra), **shape, "name": pool, "chained": chained}
         return {
             "model": self.model,
@@ -78,26 +83,23 @@ class PageIdentity:
 def identify(
     storage: Any, arguments: Any, settings: HiCacheSettings, version: str, setting: str = SETTING
 ) -> PageIdentity:
-    """Of `storage`, SGLang's HiCacheStorageConfig, and `arguments`, its ServerArgs or None.
+    """Reads `storage`, SGLang's HiCacheStorageConfig, and `arguments`, its ServerArgs or None.
 
-    ConfigError, for the SGLang option `setting`, where nothing names the weights, or the content of
-    LoRAs.
+    ConfigError, for the SGLang option `setting`, if nothing identifies the weights or the LoRAs.
     """
     if getattr(arguments, "enable_lora", False) and not settings.adapters:
         raise ConfigError(
             f"{setting}.adapters",
-            "missing: SGLang names the pages of a LoRA by its name, whatever its content",
-            hint='set it to what names all LoRAs: "2026-11-01"',
+            "missing: SGLang identifies a LoRA by its name, not by its content",
+            hint='set it to a name for the content of all LoRAs: "2026-11-01"',
         )
     path = Path(str(getattr(arguments, "model_path", "") or ""))
     folder = path if path.parts and path.is_dir() and weight_files(path) else None
-    if settings.revision:
-        folder = None
-    elif folder is None:
+    if folder is None and not settings.revision:
         raise ConfigError(
             f"{setting}.revision",
-            "missing: SGLang does not tell which weights it has loaded",
-            hint='set it to whatever names them, such as "2026-11-01"',
+            "missing: SGLang does not show which weights it has loaded",
+            hint='set it to a name for the weights, such as "2026-11-01"',
         )
     config = ""
     if path.parts and (path / "config.json").is_file():
@@ -107,13 +109,13 @@ def identify(
         pairs["instructions"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     for name in ("pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size"):
         pairs[name] = str(getattr(storage, name, None))
-    pairs["tp_lcm_size"] = str(storage.tp_lcm_size)
-    shard = (0, 1) if storage.is_mla_model else (storage.tp_rank, storage.tp_size)
+    pairs |= {"tp_lcm_size": str(storage.tp_lcm_size), "engine": f"sglang {version}"}
     return PageIdentity(
         model=storage.model_name or path.name or "sglang",
         config=config,
         weights=settings.revision,
-        folder=folder,
-        shard=shard,
-        extra=tuple(sorted({**pairs, "engine": f"sglang {version}"}.items())),
+        folder=None if settings.revision else folder,
+        shard=(0, 1) if storage.is_mla_model else (storage.tp_rank, storage.tp_size),
+        extra=tuple(sorted(pairs.items())),
+        producer=f"SGLang {version}, kvdepot {kvdepot.__version__}",
     )

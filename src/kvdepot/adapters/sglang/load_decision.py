@@ -1,9 +1,9 @@
 """Load or compute: how many of the pages that a depot has are worth loading for a request.
 
-SGLang tells a linker neither its steps nor its queue. How fast it computes is learnt from requests
-of which nothing is loaded: from their last lookup, after which they begin, until the first pages
-are there to be offloaded. What else is done meanwhile makes computing look slower, so that more is
-loaded. How fast a tier is, is learnt from loads that had to wait for it. Knows nothing of SGLang.
+SGLang shows a linker neither its steps nor its queue. The speed of computing is learnt from
+requests of which nothing is loaded: from their last lookup, after which they begin, until their
+first pages are offloaded. Other work meanwhile makes computing look slower, so that more is loaded.
+The speed of a tier is learnt from loads that waited for it. Does not depend on SGLang.
 """
 
 import threading
@@ -25,12 +25,12 @@ from kvdepot.policy.fetching.speed_models import (
     starting_profile,
 )
 
-_REMEMBERED: Final = 1024
+_ENTRIES_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitedLoad:
-    """Pages of a request that are to come from one tier below memory, and since when."""
+    """Pages of a request that are loaded from one tier below memory since `at`."""
 
     tier: str
     pages: int
@@ -40,7 +40,7 @@ class AwaitedLoad:
 class LoadDecider:
     """Decides for one linker. Thread-safe.
 
-    `drives`: what the depot has measured of its tiers.
+    `drives`: speeds of tiers that the depot has measured.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class LoadDecider:
             {tier: starting_profile(tier, drives.get(tier), None) for tier in TIER_NAMES},
         )
         self._begun: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        """By the first page of what a request lacks: the request, and its last lookup. Without a
-        name: there are several, and what they take is not told apart."""
+        """By the first page that a request lacks: the request, and the time of its last lookup.
+        Several requests that lack the same page have no name: their times are not known."""
         self._awaited: OrderedDict[str, AwaitedLoad] = OrderedDict()
 
     def pages_worth(self, rid: str, tiers: Sequence[str], lacking: int) -> tuple[int, Probe | None]:
-        """How many of the pages in these tiers to load, and what to read only to measure a tier.
+        """Returns how many of the pages in these tiers to load, and pages to read as a measurement.
 
         `lacking`: the pages of the request that SGLang does not have.
         """
@@ -83,17 +83,17 @@ class LoadDecider:
         return pages, advice.probe
 
     def looked_up(self, rid: str, first_page: str) -> None:
-        """A request lacks its pages from this one on. It may begin to compute them now."""
+        """A request lacks its pages from this one on, and may begin to compute them now."""
         with self._lock:
             other = self._begun.pop(first_page, (rid, 0.0))[0]
             self._begun[first_page] = (rid if other == rid else "", self._clock())
             _trim(self._begun)
 
     def load_ended(self, rid: str, first_page: str, *, there: bool, waited: bool) -> None:
-        """The pages of a request are in memory; or they are not, and it computes them now.
+        """The pages of a request are in memory (`there`), or it computes them now.
 
-        `waited`: some were not there when it was their turn, so that the tier was busy with them
-        since they were decided on.
+        `waited`: some were missing when the load began, so the tier has been busy with them since
+        the decision.
         """
         with self._lock:
             self._begun.pop(first_page, None)
@@ -104,8 +104,7 @@ class LoadDecider:
             self.looked_up(rid, first_page)
 
     def computed(self, pages: Sequence[str]) -> None:
-        """SGLang has these pages now, and nothing of them was loaded if the first is one that a
-        request lacked."""
+        """SGLang has these pages now. None was loaded if a request lacked the first of them."""
         with self._lock:
             rid, at = self._begun.pop(pages[0], ("", 0.0)) if pages else ("", 0.0)
             if rid:
@@ -114,7 +113,7 @@ class LoadDecider:
                 self.advisor.prefill.observe(tokens, attention_work(tokens, 0), seconds)
 
     def probed(self, probe: Probe, seconds: float) -> None:
-        """Pages were read to measure a tier."""
+        """The pages of a probe were read within this time."""
         with self._lock:
             self._observe(probe.tier, probe.blocks, seconds)
 
@@ -122,6 +121,6 @@ class LoadDecider:
         self.advisor.tiers[tier].observe(Transfer(pages, pages * self._page_bytes, seconds))
 
 
-def _trim(remembered: OrderedDict[str, Any]) -> None:
-    while len(remembered) > _REMEMBERED:
-        remembered.popitem(last=False)
+def _trim(entries: OrderedDict[str, Any]) -> None:
+    while len(entries) > _ENTRIES_MAX:
+        entries.popitem(last=False)

@@ -1,9 +1,9 @@
-"""Whether SGLang still has the weights that it was started with.
+"""Notices that SGLang has changed its weights.
 
 SGLang updates weights in place: from disk, from tensors, from other processes. It flushes its own
-cache then, and tells neither a storage nor a linker. So the methods of its workers that do it are
-watched. After the first such call it is not known who the weights are: nothing is served or saved
-until SGLang is restarted.
+cache then, but informs neither a storage nor a linker. So the methods of its workers that update
+weights are wrapped. After the first such call the weights have no known identity: nothing is served
+or saved until SGLang is restarted.
 """
 
 import functools
@@ -12,28 +12,30 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-_logger = logging.getLogger("sglang.kvdepot")
+LOG: Final = logging.getLogger("sglang.kvdepot")
+_RUNNER: Final = ("sglang.srt.model_executor.model_runner", "ModelRunner")
 _CLASSES: Final = (
     ("sglang.srt.managers.tp_worker", "BaseTpWorker"),
     ("sglang.srt.managers.tp_worker", "TpModelWorker"),
-    ("sglang.srt.model_executor.model_runner", "ModelRunner"),
+    _RUNNER,
     ("sglang.srt.model_executor.model_runner_components.weight_updater", "WeightUpdater"),
 )
-"""Where SGLang has had these methods; all are called by name, so that watching them suffices."""
+"""The classes that have these methods in one version of SGLang or another. They are called by name,
+so wrapped methods are seen by all callers."""
 _METHODS: Final = tuple(
     f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")
 )
 
 
 class WeightsWatch:
-    """The weights of this process: a scheduler of SGLang has one model."""
+    """Watches the weights of this process. A scheduler of SGLang has one model."""
 
     def __init__(self) -> None:
         self.changed_by = ""
-        """The method that has changed them; empty as long as none has."""
+        """The method that changed them; empty if none has."""
 
     def begin(self) -> None:
-        """Watch the classes that SGLang has loaded. May be called again."""
+        """Wrap the methods of the classes that SGLang has loaded. May be called again."""
         found = False
         for module, name in _CLASSES:
             owner = getattr(sys.modules.get(module), name, None)
@@ -42,10 +44,10 @@ class WeightsWatch:
                 if update is not None:
                     found = True
                     setattr(owner, method, self._watched(update))
-        if not found and _CLASSES[2][0] in sys.modules:
-            _logger.warning(
+        if not found and _RUNNER[0] in sys.modules:
+            LOG.warning(
                 "kvdepot: this SGLang does not show when it updates weights; restart it after an "
-                "update, or its old KV is served"
+                "update, or KV of the old weights is served"
             )
 
     def _watched(self, update: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,19 +55,19 @@ class WeightsWatch:
             return update
 
         @functools.wraps(update)
-        def update_and_tell(*args: Any, **kwargs: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
             if not self.changed_by:
                 self.changed_by = update.__name__
-                _logger.warning(
-                    "kvdepot: SGLang's weights are changed by %s: nothing is served or saved "
-                    "until it is restarted",
+                LOG.warning(
+                    "kvdepot: %s changes SGLang's weights: nothing is served or saved until "
+                    "SGLang is restarted",
                     update.__name__,
                 )
             return update(*args, **kwargs)
 
-        update_and_tell.kvdepot_watch = self  # type: ignore[attr-defined]
-        return update_and_tell
+        noted.kvdepot_watch = self  # type: ignore[attr-defined]
+        return noted
 
 
 WEIGHTS: Final = WeightsWatch()
-"""Of this process."""
+"""The watch of this process."""

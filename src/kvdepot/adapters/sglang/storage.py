@@ -1,9 +1,9 @@
-"""The class that SGLang loads as its storage. The only module here that needs SGLang."""
+"""The class that SGLang loads as its storage. Needs SGLang."""
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import (  # type: ignore[import-not-found]
     HiCacheStorage,
@@ -17,18 +17,13 @@ from sglang.srt.observability.metrics_collector import (  # type: ignore[import-
 from sglang.srt.runtime_context import get_server_args  # type: ignore[import-not-found]
 from sglang.version import __version__  # type: ignore[import-not-found]
 
-import kvdepot
 from kvdepot.adapters.sglang.config import read
-from kvdepot.adapters.sglang.identity import identify
-from kvdepot.adapters.sglang.loaded_weights import WEIGHTS
+from kvdepot.adapters.sglang.identity import KV, identify
+from kvdepot.adapters.sglang.loaded_weights import LOG, WEIGHTS
 from kvdepot.adapters.sglang.pages import HostPages, usable_lengths
-from kvdepot.config.settings import AuditConfig
 from kvdepot.core.block import BlockKey
-from kvdepot.core.depot import Depot
+from kvdepot.depot import Depot
 from kvdepot.errors import KVDepotError
-
-_logger = logging.getLogger("sglang.kvdepot")
-_KV: Final = str(PoolName.KV)
 
 
 class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
@@ -39,22 +34,18 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
         try:
             self._settings = read(extra)
             self._identity = identify(storage_config, _arguments(), self._settings, __version__)
-            self._identity.known_weights(self._settings)  # begins to read them
+            self._identity.known_weights(self._settings)  # starts to read them
             WEIGHTS.begin()
-            ranks = ("tp_size", "pp_size", "attn_cp_size")
             processes = 1
-            for name in ranks:
+            for name in ("tp_size", "pp_size", "attn_cp_size"):
                 processes *= getattr(storage_config, name)
             self._depot = self._settings.open(processes)
         except KVDepotError as error:
-            hint = f"; hint: {error.hint}" if error.hint else ""
-            _logger.log(logging.ERROR, "kvdepot: %s%s", error, hint)
+            log_failed_start(error)
             raise
         self._pieces = bool(extra.get("interface_v1"))
-        self._sharded = storage_config.tp_rank, storage_config.tp_size
+        self._rank = f"{storage_config.tp_rank} of {storage_config.tp_size}"
         self._pools: dict[str, HostPages] = {}
-        self._audited: set[str] = set()
-        """Pools whose producer is told."""
         self._metrics = StorageMetrics()
 
     @property
@@ -63,18 +54,18 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
-        self._pools[_KV] = HostPages(self._depot, mem_pool_host, pieces=self._pieces)
+        self._pools[KV] = HostPages(self._depot, mem_pool_host, pieces=self._pieces)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if str(host_pool_name) != _KV:
+        if str(host_pool_name) != KV:
             self._pools[str(host_pool_name)] = HostPages(self._depot, host_pool, pieces=False)
 
     def exists(self, key: str) -> bool:
-        return self._resident(_KV, [key], None) == 1
+        return self._resident(KV, [key], None) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        return self._resident(_KV, keys, extra_info, audit=True)
+        return self._resident(KV, keys, extra_info, audit=True)
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         return self.batch_get([key], [target_location])[0]
@@ -82,13 +73,13 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
-        targets = list(target_locations or ())
+        targets, limit_s = list(target_locations or ()), self._settings.load_timeout
 
-        def fetch(pages: HostPages, blocks: list[BlockKey]) -> list[bool]:
-            return pages.get(blocks, targets, self._settings.load_timeout)
+        def get(pages: HostPages, blocks: list[BlockKey]) -> list[bool]:
+            return pages.get(blocks, targets, limit_s)
 
-        found = self._do(_KV, keys, None, fetch, is_load=True)
-        return [one if there else None for one, there in zip(targets, found, strict=True)]
+        found = self._transfer(KV, keys, None, get, is_load=True)
+        return [target if there else None for target, there in zip(targets, found, strict=True)]
 
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
@@ -102,35 +93,35 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        tensors = [one.contiguous() for one in values]
-        return all(self._do(_KV, keys, None, lambda pages, blocks: pages.put(blocks, tensors)))
+        tensors = [value.contiguous() for value in values]
+        return all(self._transfer(KV, keys, None, lambda pages, to: pages.put(to, tensors)))
 
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        return self._load(_KV, keys, host_indices, extra_info)
+        return self._load(KV, keys, host_indices, extra_info)
 
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        return self._store(_KV, keys, host_indices, extra_info)
+        return self._store(KV, keys, host_indices, extra_info)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, Any]:
         return {
-            one.name: self._load(str(one.name), one.keys or [], one.host_indices, extra_info)
-            for one in transfers
+            each.name: self._load(str(each.name), each.keys or [], each.host_indices, extra_info)
+            for each in transfers
         }
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, Any]:
         return {
-            one.name: self._store(str(one.name), one.keys or [], one.host_indices, extra_info)
-            for one in transfers
+            each.name: self._store(str(each.name), each.keys or [], each.host_indices, extra_info)
+            for each in transfers
         }
 
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> Any:
-        kv_pages = self._resident(_KV, keys, extra_info)
+        kv_pages = self._resident(KV, keys, extra_info)
         hits: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         restorable = set(range(1, kv_pages + 1))
         for transfer in pool_transfers or ():
@@ -147,11 +138,11 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
         for name in self._pools:
             pages = self._ready(name)
             if pages is not None:
-                self._depot.remove_namespace(pages.space)
+                self._depot.remove(namespace=pages.space)
         return True
 
     def close(self) -> None:
-        """Write down what waits, and let go of SGLang's memory. May be called twice."""
+        """Write waiting blocks, and release SGLang's memory. May be called again."""
         self._pools.clear()
         self._depot.close()
 
@@ -162,73 +153,73 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _load(self, pool: str, keys: Sequence[str], indices: Any, extra: Any) -> list[bool]:
         limit_s = self._settings.load_timeout
-        return self._do(
+        return self._transfer(
             pool, keys, extra, lambda pages, to: pages.load(to, indices, limit_s), is_load=True
         )
 
     def _store(self, pool: str, keys: Sequence[str], indices: Any, extra: Any) -> list[bool]:
-        return self._do(pool, keys, extra, lambda pages, to: pages.store(to, indices))
+        return self._transfer(pool, keys, extra, lambda pages, to: pages.store(to, indices))
+
+    def _transfer(
+        self,
+        pool: str,
+        keys: Sequence[str],
+        extra: Any,
+        transfer: Callable[[HostPages, list[BlockKey]], list[bool]],
+        *,
+        is_load: bool = False,
+    ) -> list[bool]:
+        """One transfer. If it fails, all pages are missing."""
+        pages = self._ready(pool)
+        if pages is None:
+            return [False] * len(keys)
+        started_s = time.perf_counter()
+        try:
+            done = transfer(pages, self._keys(pages, pool, keys, extra))
+        except (KVDepotError, ValueError) as error:
+            LOG.warning("kvdepot: a transfer of %d pages failed: %s", len(keys), error)
+            return [False] * len(keys)
+        seconds, counts = max(time.perf_counter() - started_s, 1e-9), self._metrics
+        (counts.prefetch_pgs if is_load else counts.backup_pgs).append(sum(done))
+        speeds = counts.prefetch_bandwidth if is_load else counts.backup_bandwidth
+        speeds.append(sum(done) * pages.page_bytes / 1e9 / seconds)
+        return done
 
     def _resident(self, pool: str, keys: Sequence[str], extra: Any, *, audit: bool = False) -> int:
-        """Pages that SGLang may load. `audit`: the last one may be held back, to be computed."""
+        """Leading pages that SGLang may load. `audit`: the last one may be left out, so that SGLang
+        computes it."""
         pages = self._ready(pool)
         if pages is None:
             return 0
         try:
             blocks = self._keys(pages, pool, keys, extra)
             found = blocks[: len(self._depot.match(blocks))]
-            return pages.served(found) if audit else len(found)
+            return pages.served_pages(found) if audit else len(found)
         except KVDepotError as error:
-            _logger.warning("kvdepot: a lookup failed: %s", error)
+            LOG.warning("kvdepot: a lookup failed: %s", error)
             return 0
-
-    def _do(
-        self,
-        pool: str,
-        keys: Sequence[str],
-        extra: Any,
-        what: Callable[[HostPages, list[BlockKey]], list[bool]],
-        *,
-        is_load: bool = False,
-    ) -> list[bool]:
-        """One transfer; all pages are missing where it fails."""
-        pages = self._ready(pool)
-        if pages is None:
-            return [False] * len(keys)
-        started = time.perf_counter()
-        try:
-            done = what(pages, self._keys(pages, pool, keys, extra))
-        except (KVDepotError, ValueError) as error:
-            _logger.warning("kvdepot: a transfer of %d pages failed: %s", len(keys), error)
-            return [False] * len(keys)
-        speed = sum(done) * pages.page_bytes / 1e9 / max(time.perf_counter() - started, 1e-9)
-        counts = self._metrics
-        (counts.prefetch_pgs if is_load else counts.backup_pgs).append(sum(done))
-        (counts.prefetch_bandwidth if is_load else counts.backup_bandwidth).append(speed)
-        return done
 
     def _keys(self, pages: HostPages, pool: str, keys: Sequence[str], extra: Any) -> list[BlockKey]:
         before = getattr(extra, "prefix_keys", None)
-        chained = self._settings.prefix_chain and pool == _KV
+        chained = self._settings.prefix_chain and pool == KV
         return pages.keys(keys, before[-1] if before else None, chained=chained)
 
     def _ready(self, pool: str) -> HostPages | None:
-        """A pool whose namespace is known; None as long as the weights are being read."""
         pages = self._pools.get(pool)
-        # State of a pool may be divided where the KV is not.
-        rank = "" if pool == _KV else "{} of {}".format(*self._sharded)
+        # State of a pool may be divided although the KV is not.
+        rank = "" if pool == KV else self._rank
         if pages is None or not pages.ready(self._identity, self._settings, pool, rank):
             return None
-        if pool not in self._audited:
-            self._audited.add(pool)
-            producer = f"SGLang {__version__}, kvdepot {kvdepot.__version__}, pool {pool}"
-            share = self._settings.audit if pool == _KV else AuditConfig()
-            pages.audit(share, producer, _logger)
         return pages
 
 
+def log_failed_start(error: KVDepotError) -> None:
+    hint = f"; hint: {error.hint}" if error.hint else ""
+    LOG.log(logging.ERROR, "kvdepot: %s%s", error, hint)
+
+
 def tail_pages(transfer: Any) -> int | None:
-    """Of a pool's pages, how many at the end of a prefix are needed; None: all of them."""
+    """Returns how many pages at the end of a prefix a pool needs; None: all of them."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return None
     if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -237,7 +228,7 @@ def tail_pages(transfer: Any) -> int | None:
 
 
 def _arguments() -> Any:
-    """SGLang's arguments; None where it was not started as a server."""
+    """SGLang's arguments; None if it was not started as a server."""
     try:
         return get_server_args()
     except (AttributeError, RuntimeError, ValueError, LookupError, AssertionError):

@@ -1,7 +1,7 @@
 """Gather and scatter on the device: pieces anywhere in its memory, packed in a staging buffer.
 
-Both are bound by the device's memory and run for microseconds a slice. The pieces are copied in the
-widest words that all of them allow. Needs triton.
+The speed of the device's memory limits both; a slice takes microseconds. The pieces are copied in
+the widest words that all of them allow. Needs triton.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TILE_BITS = tl.constexpr(TILE_BYTES * 8)
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-# Counts and positions differ from call to call: compiled once for all of them.
+# `first` and `count` differ in every call: one compiled kernel serves all values.
 @triton.jit(do_not_specialize=["first", "count"])  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _gather(  # type: ignore[no-untyped-def]
     table, staging, first, count, words, ALIGN: tl.constexpr, COLUMNS: tl.constexpr
@@ -54,25 +54,19 @@ def _scatter(  # type: ignore[no-untyped-def]
     tl.store(piece[:, None] + cols[None, :], tl.load(packed, mask=kept), mask=kept)
 
 
-def gather(table: torch.Tensor, staging: torch.Tensor, tile: Tile, part: StagingSlice) -> None:
+def gather(table: torch.Tensor, tile: Tile, part: StagingSlice, staging: torch.Tensor) -> None:
     """Pack the pieces of `part` of the address `table` into `staging`, on the current stream."""
-    _launch(_gather, table, staging, tile, part)
+    _launch(_gather, table, tile, part, staging)
 
 
-def scatter(table: torch.Tensor, staging: torch.Tensor, tile: Tile, part: StagingSlice) -> None:
-    """The inverse of `gather`."""
-    _launch(_scatter, table, staging, tile, part)
+def scatter(table: torch.Tensor, tile: Tile, part: StagingSlice, staging: torch.Tensor) -> None:
+    """Unpack `staging` into the pieces of `part`, on the current stream."""
+    _launch(_scatter, table, tile, part, staging)
 
 
 def _launch(
-    kernel: Any, table: torch.Tensor, staging: torch.Tensor, tile: Tile, part: StagingSlice
+    kernel: Any, table: torch.Tensor, tile: Tile, part: StagingSlice, staging: torch.Tensor
 ) -> None:
-    kernel[tile.grid(part.count)](
-        table,
-        staging.view(_WORDS[tile.word_bytes]),
-        part.first,
-        part.count,
-        tile.words,
-        ALIGN=tile.align,
-        COLUMNS=tile.columns,
-    )
+    words = staging.view(_WORDS[tile.word_bytes])
+    sizes = {"ALIGN": tile.align, "COLUMNS": tile.columns}
+    kernel[tile.grid(part.count)](table, words, part.first, part.count, tile.words, **sizes)

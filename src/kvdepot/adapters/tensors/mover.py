@@ -1,8 +1,5 @@
-"""Copying blocks between an engine's tensors and a store's memory: contract and host mover.
-
-`open_mover` chooses by device: `HostMover` copies with native code without the interpreter lock,
-`cuda.Mover` with the device's copy engine.
-"""
+"""Copies of blocks between an engine's tensors and a depot's memory: the contract, and the mover
+for tensors in host memory. `cuda.Mover` is the one for CUDA devices."""
 
 from __future__ import annotations
 
@@ -14,27 +11,27 @@ import numpy as np
 import torch
 
 from kvdepot import native
-from kvdepot.adapters.tensors.kvtensors import Pieces, check_device, check_pairs, check_view
+from kvdepot.adapters.tensors.kvtensors import Pieces, check_payloads
 from kvdepot.errors import BadBufferError
 
 _CPU: Final = torch.device("cpu")
 
 
 class OffloadTicket(Protocol):
-    """An offload under way."""
+    """An offload that was started."""
 
     def wait(self) -> None:
-        """Block until every payload is complete. May be called again, and from any thread."""
+        """Block until every payload is complete. Any thread may call it, more than once."""
 
     def wait_read(self) -> None:
-        """Order the caller's current stream after the reading of the blocks, without blocking."""
+        """Make the caller's current stream wait until the blocks have been read. Does not block."""
 
 
 class OnboardTicket(Protocol):
-    """An onboard under way."""
+    """An onboard that was started."""
 
     def wait_layer(self, layer: int) -> None:
-        """Order the caller's current stream after this layer of all blocks, without blocking.
+        """Make the caller's current stream wait for this layer of all blocks. Does not block.
 
         `layer` counts from the first layer of the pieces given.
         """
@@ -44,45 +41,45 @@ class OnboardTicket(Protocol):
 
 
 class TensorMover(Protocol):
-    """Copies blocks between an engine's tensors and the payloads of a store.
+    """Copies blocks between an engine's tensors and payloads in a depot's memory.
 
-    A mistake of the caller (sizes, devices, views outside the memory) is a BadBufferError, and
-    nothing has been moved then. All blocks of one call come from tensors of one kind, with the same
-    number of layers and pieces. Threads may share a mover.
+    A mistake of the caller (sizes, devices, views outside the memory) raises BadBufferError before
+    anything is copied. All blocks of one call have the same number of layers and pieces. Threads
+    may share a mover.
     """
 
     device: torch.device
 
     @abstractmethod
     def mark(self) -> Any:
-        """This point of the caller's current stream, for `offload` in another thread; None where
+        """The current point of the caller's stream, for `offload` in another thread. None if the
         tensors are in host memory."""
 
     @abstractmethod
     def offload(
         self, pieces: Sequence[Pieces], views: Sequence[Any], *, after: Any = None
     ) -> OffloadTicket:
-        """Copy each block into its view, as the caller's current stream leaves it, or as it was
-        at the mark `after`.
+        """Copy each block into its view, as of the caller's current stream, or as of the mark
+        `after`.
 
-        The views belong to the mover until `wait` of the ticket has returned, also when the caller
-        no longer wants them. The tensors may be dropped, but not written on other streams.
+        The mover uses the views until `wait` of the ticket has returned. The caller may drop the
+        tensors, but must not write to them on other streams.
         """
 
     @abstractmethod
     def onboard(
         self, views: Sequence[Any], pieces: Sequence[Pieces], *, layers_per_step: int | None = None
     ) -> OnboardTicket:
-        """Copy each view into its block, layer by layer, after what the caller's current stream
-        has been given so far.
+        """Copy each view into its block, in the order of layers, after the work that the caller's
+        current stream has so far.
 
-        Layers arrive in order, `layers_per_step` at a time, by default so many that copies are
-        large enough for the bus. The views must stay as they are until `synchronize` has returned.
+        `layers_per_step` layers are copied together; by default as many as make a copy large enough
+        for the bus. The views must not change until `synchronize` has returned.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for everything under way and let go of the memory. May be called again."""
+        """Wait for all copies and unlock the memory. May be called again."""
 
     def __enter__(self) -> Self:
         return self
@@ -94,11 +91,11 @@ class TensorMover(Protocol):
 def open_mover(
     memory: Callable[[], Sequence[memoryview]], device: torch.device | str
 ) -> TensorMover:
-    """The mover for tensors on `device` and payloads inside `memory()`, a store's `memory`.
+    """The mover for tensors on `device` and payloads inside `memory()`, a depot's `memory`.
 
-    For a CUDA device the memory is page-locked until `close`, which took 1.8 s for 8 GiB beside an
-    H200. After a daemon's restart a store has other memory: the old is unlocked and the new locked,
-    and blocks are refused meanwhile. See `cuda.Mover` for what it raises.
+    For a CUDA device the memory is page-locked until `close`; 8 GiB took 1.8 s on a machine with an
+    H200. After the restart of a daemon the new memory is locked instead; calls in between raise
+    BadBufferError. `cuda.Mover` lists what else it raises.
     """
     kind = torch.device(device)
     if kind.type == "cpu":
@@ -110,8 +107,8 @@ def open_mover(
     return Mover(memory, kind)
 
 
-class Done:
-    """Either ticket, for copies that are over when the call returns."""
+class CompletedTicket:
+    """A ticket for copies that ended before the call returned."""
 
     def wait(self) -> None: ...
 
@@ -123,41 +120,36 @@ class Done:
 
 
 class HostMover(TensorMover):
-    """Tensors in host memory. Every call is synchronous."""
+    """Tensors in host memory. Native code copies, without the interpreter lock, in the call."""
 
     device = _CPU
 
     def mark(self) -> None: ...
 
-    def offload(self, pieces: Sequence[Pieces], views: Sequence[Any], *, after: Any = None) -> Done:
-        return _copy(
-            pieces, views, lambda records, view: native.gather(view, records), writable=True
-        )
+    def offload(
+        self, pieces: Sequence[Pieces], views: Sequence[Any], *, after: Any = None
+    ) -> CompletedTicket:
+        check_payloads(pieces, views, _CPU, writable=True)
+        for block, view in zip(pieces, views, strict=True):
+            native.gather(view, _records(block))
+        return CompletedTicket()
 
     def onboard(
         self, views: Sequence[Any], pieces: Sequence[Pieces], *, layers_per_step: int | None = None
-    ) -> Done:
-        return _copy(pieces, views, native.scatter, writable=False)
+    ) -> CompletedTicket:
+        check_payloads(pieces, views, _CPU, writable=False)
+        for block, view in zip(pieces, views, strict=True):
+            native.scatter(_records(block), view)
+        return CompletedTicket()
 
     def close(self) -> None:
         pass
 
 
-def _copy(
-    blocks: Sequence[Pieces],
-    views: Sequence[Any],
-    copy: Callable[[Any, Any], object],
-    *,
-    writable: bool,
-) -> Done:
-    check_pairs(blocks, views)
-    for block, view in zip(blocks, views, strict=True):
-        check_device(block, _CPU)
-        check_view(block, view, writable=writable)
-    for block, view in zip(blocks, views, strict=True):
-        records = np.zeros(block.addresses.size, native.STRIDED_DTYPE)
-        records["address"] = block.addresses.ravel()
-        records["rows"] = 1
-        records["row_bytes"] = block.piece_bytes
-        copy(records, view)
-    return Done()
+def _records(block: Pieces) -> Any:
+    """The pieces of a block as the native code takes them."""
+    records = np.zeros(block.addresses.size, native.STRIDED_DTYPE)
+    records["address"] = block.addresses.ravel()
+    records["rows"] = 1
+    records["row_bytes"] = block.piece_bytes
+    return records

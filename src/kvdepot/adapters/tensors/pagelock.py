@@ -1,7 +1,7 @@
-"""Page-locked host memory: what a device's copy engine reads and writes by itself.
+"""Page-locked host memory, which the copy engine of a CUDA device reads and writes directly.
 
-A range is locked once in a process, however many movers use it, and unlocked with the last of them.
-A store's memory becomes other memory when its daemon is restarted: `FollowedMemory` looks for that.
+A range is locked once per process, for all movers together. After the restart of a daemon a depot
+has other memory; `FollowedMemory` finds it and locks it.
 """
 
 from __future__ import annotations
@@ -21,25 +21,23 @@ from kvdepot.core.log import RateLimitedLog
 from kvdepot.errors import BadBufferError, KVDepotError
 
 _PORTABLE: Final = 1
-"""cudaHostRegisterPortable: locked for every device, not only the current one."""
-
-LOOK_S: Final = 0.25
-"""Between two looks at where a store's memory is."""
+"""cudaHostRegisterPortable: the lock counts for every device."""
+_LOOK_S: Final = 0.25
 _REFUSED_PAUSE_S: Final = 5.0
 _log: Final = RateLimitedLog("kvdepot.pagelock")
 _mutex: Final = threading.Lock()
 _users: Final[Counter[tuple[int, int]]] = Counter()
-"""How many have each range (address, nbytes) locked; guarded by `_mutex`."""
+"""The users of each range (address, nbytes) that is locked; guarded by `_mutex`."""
 
 
 class PageLockError(KVDepotError):
-    """The driver refused to page-lock memory; what the same call had locked is unlocked again."""
+    """The driver refused to page-lock memory. The ranges of this call are unlocked again."""
 
     hint = "give the depot less memory, or raise the limit of locked memory (ulimit -l)"
 
 
 class Driver(Protocol):
-    """The part of the CUDA runtime that locks, as `torch.cuda.cudart()` has it. 0 is success."""
+    """The calls of the CUDA runtime that lock memory, as in `torch.cuda.cudart()`. 0 is success."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int, /) -> Any: ...
     def cudaHostUnregister(self, address: int, /) -> Any: ...
@@ -47,9 +45,9 @@ class Driver(Protocol):
 
 
 class LockedMemory:
-    """Ranges of memory, page-locked until `close`, and torch's view of them.
+    """Ranges of memory, page-locked until `close`, as tensors.
 
-    They cannot be unmapped before: closing an mmap of them is a BufferError.
+    The memory cannot be unmapped before `close`: closing its mmap raises BufferError.
     """
 
     def __init__(self, memory: Sequence[memoryview], driver: Driver) -> None:
@@ -64,7 +62,7 @@ class LockedMemory:
         self._ranges.sort(key=itemgetter(0))
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        """The bytes at `address`; BadBufferError when they are not all in one of the ranges."""
+        """The bytes at `address`. BadBufferError unless one range has all of them."""
         at = bisect_right(self._ranges, address, key=itemgetter(0)) - 1
         if at >= 0:
             start, whole = self._ranges[at]
@@ -73,29 +71,40 @@ class LockedMemory:
         raise BadBufferError("the payload lies outside the memory that the mover was opened with")
 
     def close(self) -> None:
-        """Unlock. No copy may be under way. May be called again."""
+        """Unlock the memory. No copy may be in progress. May be called again."""
         while self._ranges:
-            start, whole = self._ranges.pop()
-            _unlock(self._driver, start, whole.numel())
+            address, whole = self._ranges.pop()
+            nbytes = whole.numel()
+            with _mutex:
+                _users[address, nbytes] -= 1
+                if not _users[address, nbytes]:
+                    del _users[address, nbytes]
+                    self._driver.cudaHostUnregister(address)
 
     def _add(self, view: memoryview) -> None:
         try:
             address, nbytes = native.address_of(view, writable=True)
         except (BufferError, ValueError) as error:
             raise BadBufferError(f"memory cannot be page-locked: {error}") from error
-        if nbytes:
-            _lock(self._driver, address, nbytes)
-            # A view of its own keeps the memory mapped, also when the caller releases this one.
-            held = memoryview(view)
-            self._ranges.append((address, torch.frombuffer(held, dtype=torch.uint8)))
+        if not nbytes:
+            return
+        with _mutex:
+            if not _users[address, nbytes]:
+                code = self._driver.cudaHostRegister(address, nbytes, _PORTABLE)
+                if int(code):
+                    reason = self._driver.cudaGetErrorString(code)
+                    raise PageLockError(f"cannot page-lock {nbytes} bytes: {reason}")
+            _users[address, nbytes] += 1
+        # A second view keeps the memory mapped if the caller releases this one.
+        self._ranges.append((address, torch.frombuffer(memoryview(view), dtype=torch.uint8)))
 
 
 class FollowedMemory:
-    """The memory that `memory()` names, page-locked wherever it is, until `close`.
+    """The memory that `memory()` returns, page-locked wherever it is, until `close`.
 
-    `lock` locks ranges; `paused` is a scope in which no copy is under way. When the memory is gone
-    it is unlocked at once, and only then is other memory locked, in a thread here, since that takes
-    seconds: meanwhile `tensor` finds nothing.
+    `lock` locks ranges; `paused` is a scope without copies. A thread calls `memory()` every
+    `look_s` seconds. If the memory has changed, the old memory is unlocked and then the new is
+    locked, which takes seconds; `tensor` raises BadBufferError meanwhile.
     """
 
     def __init__(
@@ -103,7 +112,7 @@ class FollowedMemory:
         memory: Callable[[], Sequence[memoryview]],
         lock: Callable[[Sequence[memoryview]], LockedMemory],
         paused: Callable[[], AbstractContextManager[object]],
-        look_s: float = LOOK_S,
+        look_s: float = _LOOK_S,
     ) -> None:
         self._memory = memory
         self._lock = lock
@@ -111,7 +120,7 @@ class FollowedMemory:
         self._look_s = look_s
         views = memory()
         self._locked = lock(views)
-        self._ranges = _ranges(views)
+        self._ranges = [native.address_of(view) for view in views]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdepot-pagelock", daemon=True)
         self._thread.start()
@@ -121,12 +130,12 @@ class FollowedMemory:
         return self._locked.tensor(address, nbytes)
 
     def stop(self) -> None:
-        """Follow no more. Not to be called inside `paused`."""
+        """End the thread. Must not be called inside `paused`."""
         self._stop.set()
         self._thread.join()
 
     def close(self) -> None:
-        """Unlock, after `stop`. No copy may be under way. May be called again."""
+        """Unlock, after `stop`. No copy may be in progress. May be called again."""
         self._locked.close()
 
     def _run(self) -> None:
@@ -134,44 +143,22 @@ class FollowedMemory:
         while not self._stop.wait(pause_s):
             pause_s = self._look_s
             try:
-                self._look()
+                self._follow()
             except PageLockError as error:
-                _log.warning("what is loaded and saved goes without the depot: %s", error)
+                _log.warning("the depot is not used until its memory is page-locked: %s", error)
                 pause_s = _REFUSED_PAUSE_S
             except (KVDepotError, ValueError, RuntimeError):
-                continue  # the store is closed, the memory went meanwhile, or the device failed
+                continue  # the depot is closed, its memory has just gone, or the device failed
 
-    def _look(self) -> None:
+    def _follow(self) -> None:
         views = self._memory()
-        ranges = _ranges(views)
+        ranges = [native.address_of(view) for view in views]
         if ranges == self._ranges:
             return
         nothing = self._lock([])
         with self._paused():
             gone, self._locked = self._locked, nothing
-        self._ranges = ()
+        self._ranges = []
         gone.close()
         self._locked = self._lock(views)
         self._ranges = ranges
-
-
-def _ranges(views: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:
-    return tuple(native.address_of(view) for view in views)
-
-
-def _lock(driver: Driver, address: int, nbytes: int) -> None:
-    with _mutex:
-        if not _users[address, nbytes]:
-            code = driver.cudaHostRegister(address, nbytes, _PORTABLE)
-            if int(code):
-                reason = driver.cudaGetErrorString(code)
-                raise PageLockError(f"cannot page-lock {nbytes} bytes: {reason}")
-        _users[address, nbytes] += 1
-
-
-def _unlock(driver: Driver, address: int, nbytes: int) -> None:
-    with _mutex:
-        _users[address, nbytes] -= 1
-        if not _users[address, nbytes]:
-            del _users[address, nbytes]
-            driver.cudaHostUnregister(address)

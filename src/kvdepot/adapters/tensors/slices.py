@@ -1,11 +1,9 @@
-"""How a batch of blocks crosses the bus: as rectangles, or through staging buffers. Only numbers.
+"""The plan of a copy between a device and payloads: rectangles, or slices of staging buffers.
 
-A rectangle is what the copy engine takes at a time from the pages themselves: pieces of a block
-that follow each other, in all layers. Where layers do not lie evenly or pieces are short, kernels
-pack slices in staging buffers.
-A step is a range of layers of all blocks. A slice is what one kernel and one staging buffer take at
-a time: whole ranges of several blocks, or a part of one. A tile is what one program of a kernel
-copies: words as wide as the addresses of the pieces allow.
+A rectangle is one copy of the copy engine: pieces of a block that follow each other, in all layers.
+Where layers are not evenly spaced or pieces are short, kernels pack slices into staging buffers.
+A step is a range of layers of all blocks. A slice is the work of one kernel and one staging buffer:
+whole ranges of several blocks, or a part of one. A tile is what one program of a kernel copies.
 """
 
 from __future__ import annotations
@@ -25,27 +23,26 @@ from kvdepot.errors import ConfigError
 Rectangles = npt.NDArray[np.void]
 
 COPY_BYTES_MIN: Final = 8 << 20
-"""Below this a copy over the bus costs noticeably more than its bytes: 3 µs on an H200."""
+"""For a smaller copy the start costs noticeably more than its bytes: 3 µs on an H200."""
 TILE_BYTES: Final = 8192
-"""What one program copies: 128 threads, four loads of 16 bytes each."""
+"""128 threads, four loads of 16 bytes each."""
 ROW_BYTES_MIN: Final = 64 << 10
-"""Shorter rows of a rectangle waste the bus: 51 GB/s with 64 KiB on an H200, 44 with 32 KiB, 35
+"""Shorter rows of a rectangle waste the bus. On an H200: 51 GB/s with 64 KiB, 44 with 32 KiB, 35
 with 16 KiB; 53 through staging buffers, 55 in one piece."""
 RECTANGLE_BYTES_MIN: Final = 512 << 10
-"""Starting a copy takes the processor 9 µs: as long as the bus needs for so much."""
+"""To start a copy takes the processor 9 µs: as long as the bus needs for these bytes."""
 PITCH_MAX: Final = (1 << 31) - 1
-"""Of an H200. A larger one is taken, row by row: 17 GB/s."""
+"""The limit of an H200. With a larger pitch it copies row by row: 17 GB/s."""
 _ALIGN_MAX: Final = 16
 _WORD_MAX: Final = 8
 _ALL: Final = slice(None)
 
 
-def rectangles(block: Pieces, payload: int, layers: slice = _ALL) -> Rectangles | None:
-    """These layers of a block as rectangles: their place on the device, and in the payload at this
-    address. None: they are not worth it, or none.
-
-    The fields are those of a copy to the device; see `turned`.
-    """
+def rectangles(
+    block: Pieces, payload: int, layers: slice = _ALL, *, to_device: bool = True
+) -> Rectangles | None:
+    """These layers of a block, with its payload at address `payload`, as rectangles. None if the
+    pieces form no rectangles, or only small ones."""
     addresses, piece_bytes = block.addresses[layers], block.piece_bytes
     height, count = addresses.shape
     pitch = int(addresses[1, 0] - addresses[0, 0]) if height > 1 else PITCH_MAX
@@ -58,21 +55,13 @@ def rectangles(block: Pieces, payload: int, layers: slice = _ALL) -> Rectangles 
     widths = np.diff(starts, append=count) * piece_bytes
     if int(widths.max()) > pitch or int(widths.min()) * height < RECTANGLE_BYTES_MIN:
         return None
+    device, host = ("target", "source") if to_device else ("source", "target")
     found = np.empty(len(starts), native.RECTANGLE_DTYPE)
-    at = payload + (layers.start or 0) * block.layer_bytes
-    found["target"], found["target_pitch"] = first[starts], pitch
-    found["source"], found["source_pitch"] = at + starts * piece_bytes, block.layer_bytes
+    found[device], found[f"{device}_pitch"] = first[starts], pitch
+    found[host] = payload + (layers.start or 0) * block.layer_bytes + starts * piece_bytes
+    found[f"{host}_pitch"] = block.layer_bytes
     found["width"], found["height"] = widths, height
     return found
-
-
-def turned(rectangles: Rectangles) -> Rectangles:
-    """The same rectangles, copied the other way."""
-    back = rectangles.copy()
-    for end in ("", "_pitch"):
-        back[f"target{end}"] = rectangles[f"source{end}"]
-        back[f"source{end}"] = rectangles[f"target{end}"]
-    return back
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +85,13 @@ class StagingSlice:
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """A range of layers of all blocks."""
-
     layers: slice
     slices: list[StagingSlice]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """What a batch of equal blocks looks like."""
+    """The shape of a batch of equal blocks."""
 
     blocks: int
     layers: int
@@ -118,18 +105,17 @@ class BatchShape:
 
 
 def choose_layers_per_step(shape: BatchShape, asked: int | None) -> int:
-    """As asked, by default so many that the copy of a block's step is worth its overhead."""
+    """`asked`, or as many layers as make the copy of a block's step worth its start."""
     if asked is not None:
         if asked < 1:
             raise ConfigError("layers_per_step", f"must be at least 1, got {asked}")
         return min(asked, shape.layers)
-    layer_bytes = shape.layer_pieces * shape.piece_bytes
-    return min(shape.layers, -(-COPY_BYTES_MIN // layer_bytes))
+    return min(shape.layers, -(-COPY_BYTES_MIN // (shape.layer_pieces * shape.piece_bytes)))
 
 
 def address_table(blocks: Sequence[Pieces], layers: slice = _ALL) -> Addresses:
-    """The addresses of these layers of all blocks, block by block: what the slices of a step are
-    parts of."""
+    """The addresses of these layers of all blocks, block by block. The slices of a step are parts
+    of this table."""
     return np.stack([block.addresses[layers] for block in blocks]).ravel()
 
 
@@ -138,38 +124,30 @@ def steps(shape: BatchShape, layers_per_step: int, slice_bytes: int) -> tuple[La
     """All layers, in order."""
     found = []
     for layer in range(0, shape.layers, layers_per_step):
-        layers = min(layers_per_step, shape.layers - layer)
-        start = layer * shape.layer_pieces
-        slices = _slices(shape, start, layers * shape.layer_pieces, slice_bytes)
-        found.append(LayerStep(slice(layer, layer + layers), slices))
+        stop = min(layer + layers_per_step, shape.layers)
+        pieces = range(layer * shape.layer_pieces, stop * shape.layer_pieces)
+        found.append(LayerStep(slice(layer, stop), _slices(shape, pieces, slice_bytes)))
     return tuple(found)
 
 
-def _slices(shape: BatchShape, start: int, count: int, slice_bytes: int) -> list[StagingSlice]:
-    """`count` pieces from `start` on of every block."""
-    room = slice_bytes // shape.piece_bytes
-    if count <= room:
-        together = room // count
-        groups = [(at, min(at + together, shape.blocks)) for at in range(0, shape.blocks, together)]
-        parts = [(0, count)]
-    else:
-        groups = [(block, block + 1) for block in range(shape.blocks)]
-        length = -(-count // -(-count // room))
-        parts = [(at, min(at + length, count)) for at in range(0, count, length)]
-    return [
-        _slice(shape, range(*group), range(start + at, start + stop), group[0] * count + at)
-        for group in groups
-        for at, stop in parts
-    ]
-
-
-def _slice(shape: BatchShape, blocks: range, pieces: range, first: int) -> StagingSlice:
-    nbytes = len(pieces) * shape.piece_bytes
-    ranges = tuple(
-        StagedRange(block, pieces.start * shape.piece_bytes, number * nbytes, nbytes)
-        for number, block in enumerate(blocks)
-    )
-    return StagingSlice(first, len(blocks) * len(pieces), ranges)
+def _slices(shape: BatchShape, pieces: range, slice_bytes: int) -> list[StagingSlice]:
+    """These pieces of every block."""
+    room, count = slice_bytes // shape.piece_bytes, len(pieces)
+    # Either several whole blocks fit into a slice, or a block is cut into equal parts.
+    together = max(1, room // count)
+    length = -(-count // -(-count // room))
+    found = []
+    for block in range(0, shape.blocks, together):
+        blocks = range(block, min(block + together, shape.blocks))
+        for at in range(0, count, length):
+            part = pieces[at : at + length]
+            nbytes = len(part) * shape.piece_bytes
+            ranges = tuple(
+                StagedRange(number, part.start * shape.piece_bytes, place * nbytes, nbytes)
+                for place, number in enumerate(blocks)
+            )
+            found.append(StagingSlice(block * count + at, len(blocks) * len(part), ranges))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +155,7 @@ class Tile:
     """One program copies `columns` words of each of `rows` pieces."""
 
     align: int
-    """Bytes that all addresses are a multiple of: a power of two up to 16."""
+    """A power of two up to 16 that divides all addresses."""
     word_bytes: int
     words: int
     """Words in a piece."""

@@ -3,9 +3,7 @@
 Each call goes to `scheduler` or to `worker`, by the role that vLLM gives the connector.
 """
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[import-not-found]
@@ -26,30 +24,17 @@ from vllm.v1.executor.abstract import Executor  # type: ignore[import-not-found]
 from kvdepot.adapters.vllm import config
 from kvdepot.adapters.vllm.groups import grain_tokens, layer_groups
 from kvdepot.adapters.vllm.identity import check_engine, drafts_ahead
+from kvdepot.adapters.vllm.loaded_weights import LoadedAdapters
 from kvdepot.adapters.vllm.messages import ShardFacts, StepPlan, StepReport, WorkerRank
-from kvdepot.adapters.vllm.metrics import COUNTERS, GAUGES, merged, summary
+from kvdepot.adapters.vllm.metrics import COUNTERS, GAUGES, errors_logged, merged, summary
 from kvdepot.adapters.vllm.releases import EngineRelease, finish_step
 from kvdepot.adapters.vllm.scheduler import ConnectorScheduler, EngineFacts
 from kvdepot.adapters.vllm.shared_depot import open_depot
 from kvdepot.adapters.vllm.worker import ConnectorWorker
-from kvdepot.errors import KVDepotError
-
-_logger = logging.getLogger("vllm.kvdepot")
 
 KVConnectorMetadata.register(StepPlan)
 KVConnectorHandshakeMetadata.register(ShardFacts)
 KVConnectorWorkerMetadata.register(StepReport)
-
-
-@contextmanager
-def _logged() -> Iterator[None]:
-    """Log an error in one line: vLLM buries it under the traces of its processes."""
-    try:
-        yield
-    except KVDepotError as error:
-        hint = f"; hint: {error.hint}" if error.hint else ""
-        _logger.log(logging.ERROR, "kvdepot: %s%s", error, hint)
-        raise
 
 
 class DepotStats(KVConnectorStats):  # type: ignore[misc]
@@ -87,11 +72,11 @@ class DepotMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         labels = self.per_engine_labelvalues[engine_idx]
         for name, count in transfer_stats_data.items():
             what, _, kind = name.partition(":")
+            metric = self._metrics[what].labels(*labels, *([kind] if kind else []))
             if what in GAUGES:
-                self._metrics[what].labels(*labels, kind).set(count)
-            elif what in COUNTERS:
-                values = [*labels, kind] if COUNTERS[what][0] else labels
-                self._metrics[what].labels(*values).inc(count)
+                metric.set(count)
+            else:
+                metric.inc(count)
 
 
 class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -99,51 +84,48 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        with _logged():
-            self._start(vllm_config, kv_cache_config)
-
-    def _start(self, engine: Any, cache: Any) -> None:
-        transfer = engine.kv_transfer_config
-        settings = config.read(transfer.kv_connector_extra_config)
-        check_engine(engine)
+        self._engine, self._cache = vllm_config, kv_cache_config
         self._release = EngineRelease()
-        self._tables = len(cache.kv_cache_groups)
-        rules = [group.rule for group in layer_groups(cache)]
-        self._release.check_groups(rules, self._tables)
-        grain_tokens(rules, settings)
-        parallel = engine.parallel_config
-        alone = parallel.data_parallel_size == 1
-        one_process = alone and parallel.distributed_executor_backend == "uni"
-        depot = open_depot(settings, one_process=one_process)
-        self._part: ConnectorScheduler | ConnectorWorker
+        self._loaded = LoadedAdapters()
+        self._worker: ConnectorWorker | None = None
+        self._scheduler: ConnectorScheduler | None = None
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        with errors_logged():
+            self._settings = config.read(transfer.kv_connector_extra_config)
+            check_engine(vllm_config)
+            rules = [group.rule for group in layer_groups(kv_cache_config)]
+            self._release.check_groups(rules, len(kv_cache_config.kv_cache_groups))
+            grain_tokens(rules, self._settings)
+            is_alone = parallel.data_parallel_size == 1
+            one_process = is_alone and parallel.distributed_executor_backend == "uni"
+            self._depot = open_depot(self._settings, one_process=one_process)
         if self.role == KVConnectorRole.SCHEDULER:
-            loads, saves = transfer.is_kv_consumer, transfer.is_kv_producer
             facts = EngineFacts(
-                chunk_tokens=engine.scheduler_config.max_num_batched_tokens,
-                shares_pages=bool(engine.cache_config.enable_prefix_caching),
-                drafts_ahead=drafts_ahead(engine),
+                chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                shares_pages=bool(vllm_config.cache_config.enable_prefix_caching),
+                drafts_ahead=drafts_ahead(vllm_config),
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
             )
-            self._part = ConnectorScheduler(settings, depot, facts, loads=loads, saves=saves)
-            self._part.weights.watch(Executor.get_class(engine), parallel)
-        else:
-            self._part = ConnectorWorker(engine, cache, settings, depot)
-            if getattr(engine, "lora_config", None) is not None:
-                self._part.loaded.watch(WorkerLoRAManager)
+            self._scheduler = ConnectorScheduler(self._settings, self._depot.store, facts)
+            self._scheduler.weights.watch(Executor.get_class(vllm_config), parallel)
+        elif getattr(vllm_config, "lora_config", None) is not None:
+            self._loaded.watch(WorkerLoRAManager)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: a save that is lost is a miss later."""
+        """A save that is lost is a miss later."""
         return False
 
     @property
     def scheduler_side(self) -> ConnectorScheduler:
-        assert isinstance(self._part, ConnectorScheduler), "called on a worker"
-        return self._part
+        assert self._scheduler is not None, "called on a worker"
+        return self._scheduler
 
     @property
     def worker_side(self) -> ConnectorWorker:
-        assert isinstance(self._part, ConnectorWorker), "called on the scheduler"
-        return self._part
+        assert self._worker is not None, "called on the scheduler, or before register_kv_caches"
+        return self._worker
 
     @property
     def _plan(self) -> StepPlan:
@@ -164,10 +146,18 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             get_pp_group().rank_in_group,
             get_pp_group().world_size,
         )
-        with _logged():
-            self.worker_side.register(kv_caches, place)
-            rules = [group.rule for group in self.worker_side.facts.groups]
-            self._release.check_groups(rules, self._tables)
+        with errors_logged():
+            self._worker = ConnectorWorker(
+                self._engine,
+                self._cache,
+                self._settings,
+                self._depot.store,
+                self._loaded,
+                kv_caches,
+                place,
+            )
+            rules = [group.rule for group in self._worker.facts.groups]
+            self._release.check_groups(rules, len(self._cache.kv_cache_groups))
 
     def get_handshake_metadata(self) -> ShardFacts:
         return self.worker_side.facts
@@ -183,7 +173,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Loads were started with the step; vLLM calls this after its computation."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are over before their request is computed."""
+        """Loads end before their request is computed."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
@@ -206,7 +196,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.worker_side.take_report()
 
     def get_kv_connector_stats(self) -> DepotStats | None:
-        counts = self._part.metrics()
+        part = self._scheduler or self._worker
+        counts = part.metrics() if part is not None else None
         return DepotStats(data=counts) if counts else None
 
     def on_new_request(self, request: Any) -> None:
@@ -233,9 +224,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler_side.plan(self._release.step_output(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self.scheduler_side.handle_report(connector_output.kv_connector_worker_meta)
-        self.scheduler_side.loads_ended(connector_output.finished_recving or ())
-        self.scheduler_side.saves_ended(connector_output.finished_sending or ())
+        self.scheduler_side.step_ended(
+            connector_output.kv_connector_worker_meta,
+            connector_output.finished_recving or (),
+            connector_output.finished_sending or (),
+        )
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -248,22 +241,25 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler_side.set_workers(metadata.values())
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Learn of each reset of vLLM's own prefix cache, also where ours is not reset."""
+        """Notice each reset of vLLM's own prefix cache, also if the connector is not reset."""
         reset = gpu_block_pool.reset_prefix_cache
 
-        def reset_and_tell() -> bool:
+        def reset_and_note() -> bool:
             done = bool(reset())
             if done:
-                self.scheduler_side.prefix_cache_was_reset()
+                self.scheduler_side.weights.cache_was_emptied()
             return done
 
-        gpu_block_pool.reset_prefix_cache = reset_and_tell
+        gpu_block_pool.reset_prefix_cache = reset_and_note
 
     def reset_cache(self) -> bool:
         return self.scheduler_side.reset()
 
     def shutdown(self) -> None:
-        self._part.close()
+        part = self._scheduler or self._worker
+        if part is not None:
+            part.close()
+        self._depot.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> DepotStats:

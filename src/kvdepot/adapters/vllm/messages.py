@@ -1,117 +1,125 @@
-"""What the scheduler and the workers send each other: ids, keys and figures, never bytes.
+"""Values that the scheduler and the workers exchange: ids, keys and figures, no bytes of blocks.
 
-vLLM pickles these at every step.
+vLLM pickles these values at every step.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from kvdepot.adapters.vllm.groups import GroupRule
 from kvdepot.adapters.vllm.shards import WorkerShard
+from kvdepot.adapters.vllm.weights import WeightsSource
 from kvdepot.core.block import BlockKey
+from kvdepot.core.layout import KVLayout
 
 DRIVES: Final = frozenset({"ssd", "hdd"})
-"""Tiers that are no faster for several loads side by side than for one after the other."""
+"""Tiers on which several loads at a time are no faster than one after the other."""
 ShardKeys = tuple[tuple[BlockKey, ...], ...]
 """For each shard of each pipeline stage the keys of the same blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine computes blocks with, beside what it was started with. Blocks of different
-    generations are never taken for each other."""
+    """The weights and the last reset of an engine. Blocks of two generations have other keys."""
 
     weights: str = ""
-    """What names the weights that are loaded; empty: they are those of the start."""
+    """Names the weights that are loaded. Empty: those of the start."""
     reset: str = ""
-    """What names the time since the engine's last reset; empty: there was none."""
+    """Names the time since the engine's last reset. Empty: there was none."""
 
 
 START: Final = Generation()
 
 
 @dataclass(frozen=True, slots=True)
-class TransferJob:
+class BlockOrigin:
+    """The origin of blocks. Together with the facts of a worker it names their namespaces."""
+
+    adapter: str = ""
+    """Name and digest of a LoRA. Empty: none."""
+    generation: Generation = START
+    shards: int = 0
+    """The number of shards of each layer. 0: as many as in this engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
     """Consecutive blocks of one KV group of a request, and the pages that they fill."""
 
-    request_id: str
-    adapter: str
-    """Of the namespace that the keys belong to."""
+    group: int
+    """Index in `ShardFacts.groups`."""
     keys: ShardKeys
     pages: tuple[int, ...]
-    """vLLM's block ids, a fixed number of them for each key."""
+    """vLLM's block ids, the same number for each key. Empty: the blocks are only read."""
     first_block: int
-    """Which block of the group the first key is."""
-    group: int = 0
-    """Which of the groups in ShardFacts."""
-    generation: Generation = field(default=START, kw_only=True)
-    """Of the namespace that the keys belong to."""
+    """The place of the first key among the group's blocks."""
+    present_pages: int = 0
+    """This many leading pages hold their content already, may be in use, and are not written."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoadJob(TransferJob):
-    """Blocks to be brought into pages. One load may consist of several, one for each group."""
+class LoadJob:
+    """Blocks to be copied into the pages of a request."""
 
-    present_pages: int = 0
-    """So many leading pages hold their content already and may be in use: they are left alone."""
+    request_id: str
+    origin: BlockOrigin
+    groups: tuple[GroupBlocks, ...]
     timeout_s: float = 0.0
     recompute_s: float = 0.0
-    """Of all of it: what is late then is waited for if it is expected sooner than recomputed."""
+    """Blocks that are late then are waited for if they are expected within this time: the time to
+    compute all of them."""
     whole: bool = False
-    """A part of it is of no use: vLLM could not go on from there, for want of earlier pages or of
-    other groups."""
-    jobs: int = 1
-    """So many make up the load of the request."""
-    shards: int = 0
-    """The blocks were saved by so many shards; 0: as many as there are here."""
+    """If one block fails, the others are of no use: vLLM cannot go on without it."""
     next_queued: bool = False
-    """It reads drives, after the loads that were asked of them before."""
+    """It reads from drives, and begins after the loads from drives that were planned before."""
 
 
 @dataclass(frozen=True, slots=True)
-class SaveJob(TransferJob):
-    """Blocks that are complete when the step is over."""
+class SaveJob:
+    """Blocks that are complete when the step has ended."""
 
+    request_id: str
+    origin: BlockOrigin
+    blocks: GroupBlocks
     tokens: bytes = b""
-    """Their token ids, as u32; empty where these alone do not say what the blocks are."""
-    audit: bool = False
-    """The depot has them: they are compared with what it has."""
+    """Their token ids as u32. Empty if the token ids alone do not determine the blocks."""
+    is_audit: bool = False
+    """The depot has the block: it is compared, not saved."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What the workers do besides one step."""
+    """The work of the workers during one step."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     awaited: list[str] = field(default_factory=list)
-    """Requests that are over, and whose pages are kept until no save reads them."""
+    """Finished requests whose pages are kept until no save reads them."""
     probes: list[LoadJob] = field(default_factory=list)
-    """Blocks to be brought into memory only to measure how long it takes."""
+    """Blocks that are read into memory only to measure the time."""
     idle: bool = False
     """The step computes nothing."""
     generation: Generation = START
-    """That of the step. Loads of an earlier one that end now have failed."""
+    """The generation of the step. Loads of another one that end in this step have failed."""
     preempted: bool = False
-    """Pages were taken from requests that go on later; the step may write to them."""
+    """Pages were taken from requests that go on later. The step may write to these pages."""
     new_tokens: int = 0
-    """Of a step to be timed; 0: it need not be."""
+    """Tokens of a step whose time is measured. 0: the step is not measured."""
     attention: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TierTime:
-    """What one load got from one tier."""
+    """The blocks that one load read from one tier, and the time."""
 
     tier: str
     blocks: int
-    nbytes: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """How long the computation of a step took."""
+    """The time that the computation of a step took."""
 
     tokens: int
     attention: float
@@ -120,12 +128,11 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """How a load ended on one worker."""
+    """The end of a load on one worker. Block numbers are those of the request."""
 
     request_id: str
     failed_block: int | None
-    """The first block that was not loaded: of the group, or of the request where jobs are
-    joined."""
+    """The first block that was not loaded."""
     times: tuple[TierTime, ...] = ()
     late_blocks: int = 0
     seconds: float = 0.0
@@ -133,20 +140,20 @@ class LoadEnd:
 
 @dataclass(slots=True)
 class StepReport:
-    """What a worker reports after a step."""
+    """A worker's report after a step."""
 
     loads: list[LoadEnd] = field(default_factory=list)
     unsaved: dict[str, int] = field(default_factory=dict)
-    """For requests that were throttled, the first block that is not in the depot."""
+    """By request: the first block that found no room in the depot."""
     steps: list[StepTime] = field(default_factory=list)
     adapters: dict[int, str] = field(default_factory=dict)
-    """Digests of LoRAs that vLLM has loaded, by its number; empty where workers differ."""
+    """Digests of the LoRAs that vLLM has loaded, by its number. Empty if the workers differ."""
 
     def __bool__(self) -> bool:
         return bool(self.loads or self.unsaved or self.steps or self.adapters)
 
     def aggregate(self, other: "StepReport") -> "StepReport":
-        """Two workers' reports as one; the worse of both."""
+        """The reports of two workers as one. Where they differ, the worse one counts."""
         unsaved = dict(self.unsaved)
         for request_id, block in other.unsaved.items():
             unsaved[request_id] = min(block, unsaved.get(request_id, block))
@@ -162,43 +169,42 @@ class WorkerRank:
     """A worker's place in its engine."""
 
     rank: int
-    """Among those that divide each layer's heads."""
+    """Among the workers that divide each layer's heads."""
     ranks: int
     engine: str
-    """vLLM and its version: the content of a page may change with it."""
+    """vLLM and its version: the content of a page may depend on it."""
     stage: int = 0
-    """Among those that divide the layers (pipeline parallelism)."""
+    """Among the workers that divide the layers (pipeline parallelism)."""
     stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What the namespace of one group's blocks has beside the model's."""
+    """The facts that name the namespace of one group's blocks, besides the model."""
 
     rule: GroupRule
-    layout: dict[str, Any]
+    layout: KVLayout
+    pages_per_block: int
     extra: tuple[tuple[str, str], ...]
     shard: WorkerShard
 
 
 @dataclass(frozen=True, slots=True)
 class ShardFacts:
-    """The fields of one worker's namespaces, as plain values."""
+    """The facts that name the namespaces of one worker's blocks."""
 
     model: str
     config: str
-    """A digest of the model's config."""
-    weights: str
-    """What names the weights; empty where their files have to be read first."""
-    weights_folder: str
+    """A digest of the model's configuration."""
+    weights: WeightsSource
     place: WorkerRank
     groups: tuple[GroupFacts, ...]
-    """Those with full attention first."""
+    """Groups of full attention come first."""
     grain: int
-    """Tokens of a block of full attention; a prompt is restored up to a multiple of it."""
+    """Tokens of a block of full attention. A prompt is restored up to a multiple of it."""
     saves_settle_at_once: bool
-    """A save has read its pages when the step is over."""
+    """A save has read its pages when the step has ended."""
     draft: str = ""
-    """What the KV of a draft model's layers depends on beside the model; empty without them."""
-    draft_folder: str = ""
-    """Where its weights are; empty where they need not be read."""
+    """Names the draft model whose layers have KV. Empty: there is none."""
+    draft_weights: WeightsSource | None = None
+    """None: they are the model's, or there are none."""

@@ -1,19 +1,20 @@
 """Copying blocks between the depot and vLLM's pages: loads, saves, and pages as plain bytes.
 
-Loads run in threads beside the engine's. A load never raises into the engine: a block that could
-not be loaded, for whatever reason, is a failed block, which vLLM recomputes. For a save the
-engine's thread reserves slots and starts the copies; checksums and bookkeeping run in one thread
-here. A save never waits for room: what does not fit is offered again later.
+Loads run in threads. A load never raises into the engine: a block that could not be loaded, for
+any reason, is a failed block, which vLLM recomputes. A save reserves slots, copies the pages,
+and seals the slots in a thread. It never waits for room: blocks that do not fit are offered again
+later.
 """
 
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 import numpy as np
@@ -21,560 +22,507 @@ import torch
 
 from kvdepot.adapters.audit import BlockAuditor
 from kvdepot.adapters.tensors import KVTensors, OffloadTicket, OnboardTicket, Pieces, TensorMover
-from kvdepot.adapters.vllm.messages import DRIVES, LoadEnd, LoadJob, SaveJob, TierTime
-from kvdepot.adapters.vllm.metrics import ConnectorCounts, RateLimitedWarnings
-from kvdepot.adapters.vllm.shards import HeadAxis, HeadPart, fill_heads
+from kvdepot.adapters.vllm.messages import DRIVES, GroupFacts, LoadEnd, LoadJob, SaveJob, TierTime
+from kvdepot.adapters.vllm.metrics import Counts, warn
+from kvdepot.adapters.vllm.shards import HeadPart, fill_heads
 from kvdepot.adapters.vllm.shared_depot import use_all_cores
-from kvdepot.core.block import BlockKey, GetResult, PutResult
-from kvdepot.core.depot import Arrival, Depot, Reservation
-from kvdepot.core.layout import KVLayout
+from kvdepot.core.block import MISS, BlockKey, GetResult, PutResult
+from kvdepot.core.depot import Arrival, Reservation
+from kvdepot.depot import Depot
 from kvdepot.errors import KVDepotError, ModelError
 from kvdepot.memory.memory import populate
 from kvdepot.policy.fetching.fetch_or_recompute import worth_waiting_s
 
-_GROUP_BYTES: Final = 128 << 20
-"""Given to the mover at a time: the bus starts on the first ones while the rest is prepared."""
-_WARM_BYTES: Final = 256 << 20
-"""Of the pages that vLLM gives out first, so much is touched before the first load."""
-_TURN_BYTES: Final = 512 << 20
-"""Of loads from drives so much is under way side by side, or one: that keeps a drive busy. With
-more of them all would be over as late as the last."""
+_ONBOARD_BYTES: Final = 128 << 20
+"""Given to the mover at a time: the bus starts on the first blocks while the rest is prepared."""
+_TOUCHED_BYTES: Final = 256 << 20
+"""This much of the pages that vLLM gives out first is touched before the first load."""
+_DRIVE_LOAD_BYTES: Final = 512 << 20
+"""This much, or one load, is loaded from drives at a time: it keeps a drive busy. With more, all
+loads would end as late as the last."""
 _PAGE_AXES: Final = 3
-"""Axes inside a page, as `KVTensors` is told of it."""
+"""Axes inside a page, as described to `KVTensors`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PagedCache:
     """A worker's pages of one KV group, and the mover that copies them."""
 
+    facts: GroupFacts
     tensors: KVTensors
     mover: TensorMover
-    pages_per_block: int
-    layout: KVLayout
-    axis: HeadAxis | None = None
-    """Where the heads are in a page, if blocks of other shards can be read."""
+    grain: int
+    """Tokens of a block of a request."""
 
-    @property
-    def block_bytes(self) -> int:
-        return self.tensors.pages([0]).nbytes * self.pages_per_block
-
-    def block(self, pages: Sequence[int], number: int) -> Pieces:
-        """The pieces of the block `number` of those that fill `pages`."""
-        start = number * self.pages_per_block
-        return self.tensors.pages(pages[start : start + self.pages_per_block])
+    def request_block(self, number: int) -> int:
+        """The block of the request in which a block of the group lies."""
+        return number * self.facts.layout.block_tokens // self.grain
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedLoad:
-    job: LoadJob
-    end: LoadEnd
-    failed_pages: frozenset[int]
+class BlockTarget:
+    """A block of a load, and where it goes."""
+
+    key: BlockKey | None
+    """None: it is not known, so the load fails."""
+    cache: PagedCache
+    request_block: int
+    pages: Sequence[int]
+    """The last pages of the block, if the first ones are present. Empty: it is only read."""
+    part: HeadPart | None = None
+    """The heads that are copied, if another number of shards has saved the block."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class QueuedLoad:
     """A load, from when it was asked for."""
 
     job: LoadJob
-    keys: Sequence[BlockKey]
-    parts: Sequence[HeadPart]
+    targets: Sequence[BlockTarget]
     deadline: float
     start_after: Any
-    nbytes: int
-    end: "Future[LoadEnd]" = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedLoad:
+    """A load that has ended."""
+
+    job: LoadJob
+    end: LoadEnd
+    failed_pages: frozenset[int]
+    counts: Counts
+
+    @classmethod
+    def of(
+        cls,
+        load: QueuedLoad,
+        answers: Sequence[GetResult],
+        seconds: float = 0.0,
+        times: Sequence[TierTime] = (),
+        learnt: Sequence[TierTime] = (),
+    ) -> "FinishedLoad":
+        """`answers` are for the leading targets, the others are absent. `times` are counted,
+        `learnt` is what the scheduler learns from."""
+        counts: Counts = defaultdict(float)
+        failed: list[int] = []
+        late: set[int] = set()
+        padding = [MISS] * (len(load.targets) - len(answers))
+        for index, answer in enumerate([*answers, *padding]):
+            target = load.targets[index]
+            if answer:
+                counts[f"loaded_blocks:{answer.tier}"] += 1
+                counts[f"loaded_bytes:{answer.tier}"] += target.cache.facts.layout.block_bytes
+                continue
+            counts[f"missed_blocks:{answer.reason}"] += 1
+            failed.append(index)
+            if answer.reason == "late":
+                late.add(target.request_block)
+        for tier_time in times:
+            counts[f"load_seconds:{tier_time.tier}"] += tier_time.seconds
+        first = min((load.targets[index].request_block for index in failed), default=None)
+        behind = load.targets[failed[0] :] if failed else ()
+        pages = frozenset(page for target in behind for page in target.pages)
+        end = LoadEnd(load.job.request_id, first, tuple(learnt), len(late), seconds)
+        return cls(load.job, end, pages, counts)
 
 
 class Loader:
-    """Loads under way. `submit` and `take` belong to the engine's thread.
-
-    Those that read drives come in turn, in threads of their own: what is in memory does not wait
-    for them.
-    """
+    """Loads under way. `submit` and `take` belong to the engine's thread. Loads from drives begin
+    in order, in threads of their own: loads from memory do not wait for them."""
 
     def __init__(
-        self,
-        store: Depot,
-        caches: Sequence[PagedCache],
-        counts: ConnectorCounts,
-        threads: int,
+        self, store: Depot, caches: Sequence[PagedCache], counts: Counts, threads: int
     ) -> None:
         self._store = store
         self._caches = caches
         self._counts = counts
-        self._warnings = RateLimitedWarnings()
-        self._threads = ThreadPoolExecutor(threads, "kvdepot-load", initializer=use_all_cores)
-        self._drive_threads = ThreadPoolExecutor(
-            threads, "kvdepot-drive-load", initializer=use_all_cores
+        self._device = caches[0].mover.device
+        self._threads, self._drive_threads = (
+            ThreadPoolExecutor(threads, name, initializer=use_all_cores)
+            for name in ("kvdepot-load", "kvdepot-drive-load")
         )
-        self._turns = threading.Lock()
-        self._in_turn: deque[QueuedLoad] = deque()
-        """Loads from drives that have not begun; guarded by `_turns`, as is the next."""
+        self._drive_turn = threading.Condition()
+        self._waiting: deque[QueuedLoad] = deque()
+        """Loads from drives that have not begun; guarded by `_drive_turn`, as is the next."""
         self._drive_bytes = 0
-        """Of those that have begun."""
-        self._under_way: dict[tuple[str, int], QueuedLoad] = {}
-        """By request and group."""
-        self._one_ended = threading.Event()
+        """Bytes of the loads from drives that have begun."""
+        self._under_way = 0
+        self._ended: SimpleQueue[FinishedLoad] = SimpleQueue()
         self._thread_local = threading.local()
         self._start_after: Any = None
-        self._threads.submit(self._warm_up)
+        self._threads.submit(self._touch_pages)
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return self._under_way
 
-    def _warm_up(self) -> None:
-        """Touch the first pages of each layer, as they are.
-
-        On a processor vLLM's cache is memory that the kernel has yet to find; that took longer
-        than the first load itself.
-        """
+    def _touch_pages(self) -> None:
+        """Touch the first pages of each layer, without changing them. On a processor the kernel has
+        not allocated vLLM's cache yet, which took longer than the first load itself."""
         layers = {}
         for tensor in (each for cache in self._caches for each in cache.tensors.tensors):
             if tensor.device.type == "cpu":
                 before = tensor.storage_offset() * tensor.element_size()
                 layers[tensor.data_ptr()] = int(tensor.untyped_storage().nbytes() - before)
         for address, nbytes in layers.items():
-            populate(address, min(nbytes, _WARM_BYTES // len(layers)))
+            populate(address, min(nbytes, _TOUCHED_BYTES // len(layers)))
 
     def start_after_stream(self) -> None:
-        """Loads from now on come after what the current stream has been given so far.
+        """Loads from now on come after what the current stream was given so far: steps that were
+        scheduled before their pages were handed out may still write to these."""
+        if self._device.type == "cuda":
+            self._start_after = torch.cuda.current_stream(self._device).record_event()
 
-        Steps that were scheduled before their pages were handed out may still write to these.
-        """
-        device = self._caches[0].mover.device
-        if device.type == "cuda":
-            self._start_after = torch.cuda.current_stream(device).record_event()
+    def submit(self, job: LoadJob, targets: Sequence[BlockTarget]) -> None:
+        """Start a load. Its time runs from now on, also while it waits for a thread."""
+        load = QueuedLoad(job, targets, time.monotonic() + job.timeout_s, self._start_after)
+        self._under_way += 1
+        done: Future[FinishedLoad | None]
+        if job.next_queued:
+            with self._drive_turn:
+                self._waiting.append(load)
+            done = self._drive_threads.submit(self._load_in_turn, load)
+        else:
+            done = self._threads.submit(self._load, load)
+        done.add_done_callback(partial(self._over, load))
 
-    def submit(
-        self, job: LoadJob, keys: Sequence[BlockKey], parts: Sequence[HeadPart] = ()
-    ) -> None:
-        """Start a load. `keys` are this shard's; without any it is a failed load. With `parts` they
-        are, for each block, those of the shards that these parts of it come from.
-
-        Its time runs from now on, also while it waits for a thread.
-        """
-        deadline = time.monotonic() + job.timeout_s
-        nbytes = len(keys) * self._caches[job.group].block_bytes
-        load = QueuedLoad(job, keys, parts, deadline, self._start_after, nbytes)
-        self._under_way[job.request_id, job.group] = load
-        load.end.add_done_callback(lambda _: self._one_ended.set())
-        if not job.next_queued:
-            self._threads.submit(self._load, load).add_done_callback(partial(_pass_on, load.end))
-            return
-        with self._turns:
-            self._in_turn.append(load)
-        self._begin_next()
-
-    def _begin_next(self) -> None:
-        """Begin loads from drives whose turn has come."""
-        begun: list[QueuedLoad] = []
-        with self._turns:
-            while self._in_turn:
-                nbytes = self._in_turn[0].nbytes
-                if self._drive_bytes and self._drive_bytes + nbytes > _TURN_BYTES:
-                    break
-                self._drive_bytes += nbytes
-                begun.append(self._in_turn.popleft())
-        # Without the lock: one that is over at once calls back in this thread.
-        for load in begun:
-            done = self._drive_threads.submit(self._load, load)
-            done.add_done_callback(partial(self._turn_over, load))
-
-    def _turn_over(self, load: QueuedLoad, done: "Future[LoadEnd]") -> None:
-        _pass_on(load.end, done)
-        with self._turns:
-            self._drive_bytes -= load.nbytes
-        self._begin_next()
-
-    def _give_up_overdue(self) -> None:
-        """End loads whose time is up before their turn has come."""
-        now = time.monotonic()
-        with self._turns:
-            overdue = [load for load in self._in_turn if load.deadline <= now]
-            for load in overdue:
-                self._in_turn.remove(load)
-        for load in overdue:
-            job, late = load.job, len(load.job.keys[0])
-            self._counts.missed(["late"] * late)
-            load.end.set_result(LoadEnd(job.request_id, job.first_block, (), late, job.timeout_s))
+    def _over(self, load: QueuedLoad, done: "Future[FinishedLoad | None]") -> None:
+        error = done.exception()
+        if error is not None:
+            warn("a load failed, its blocks are recomputed", error)
+            answers = [GetResult(None, "error")] * len(load.targets)
+            self._ended.put(FinishedLoad.of(load, answers))
+        elif (finished := done.result()) is not None:
+            self._ended.put(finished)
 
     def take(self, wait_s: float = 0.0) -> list[FinishedLoad]:
-        """The loads that are over. Waits up to `wait_s` for the first if any are under way."""
-        if not self._under_way:
-            return []
-        if wait_s:
-            self._one_ended.wait(wait_s)
-        self._one_ended.clear()
-        if self._in_turn:
+        """The loads that have ended. Waits up to `wait_s` for the first, if any are under way."""
+        ended: list[FinishedLoad] = []
+        if self._waiting:
             self._give_up_overdue()
-        over = [name for name, load in self._under_way.items() if load.end.done()]
-        return [self._finished(self._under_way.pop(name)) for name in over]
+        with suppress(Empty):
+            if self._under_way and wait_s:
+                ended.append(self._ended.get(timeout=wait_s))
+            while len(ended) < self._under_way:
+                ended.append(self._ended.get_nowait())
+        self._under_way -= len(ended)
+        for load in ended:
+            for name, count in load.counts.items():
+                self._counts[name] += count
+        return ended
+
+    def _give_up_overdue(self) -> None:
+        """End loads from drives whose time has passed before they began."""
+        now = time.monotonic()
+        with self._drive_turn:
+            overdue = [load for load in self._waiting if load.deadline <= now]
+            for load in overdue:
+                self._waiting.remove(load)
+            self._drive_turn.notify_all()
+        for load in overdue:
+            late = [GetResult(None, "late")] * len(load.targets)
+            self._ended.put(FinishedLoad.of(load, late, load.job.timeout_s))
 
     def close(self) -> None:
-        """Wait for what is under way; each load has a deadline."""
-        with self._turns:
-            self._in_turn.clear()
+        """Wait for the loads that have begun; each has a deadline. The others are dropped."""
+        with self._drive_turn:
+            self._waiting.clear()
+            self._drive_turn.notify_all()
         self._threads.shutdown()
         self._drive_threads.shutdown()
 
-    def _finished(self, load: QueuedLoad) -> FinishedLoad:
-        job, future = load.job, load.end
-        error = future.exception()
-        if error is not None:
-            self._warnings.warn("a load failed, its blocks are recomputed", error)
-            self._counts.missed(["error"] * len(job.keys[0]))
-        end = future.result() if error is None else LoadEnd(job.request_id, job.first_block)
-        if end.failed_block is None:
-            return FinishedLoad(job, end, frozenset())
-        pages_per_block = self._caches[job.group].pages_per_block
-        start = (end.failed_block - job.first_block) * pages_per_block
-        return FinishedLoad(job, end, frozenset(job.pages[max(start, job.present_pages) :]))
+    def _load_in_turn(self, load: QueuedLoad) -> FinishedLoad | None:
+        """Load from drives, once the loads before it have begun and not too much is under way. None
+        if it was given up before."""
+        nbytes = sum(target.cache.facts.layout.block_bytes for target in load.targets)
+
+        def is_settled() -> bool:
+            fits = not self._drive_bytes or self._drive_bytes + nbytes <= _DRIVE_LOAD_BYTES
+            return load not in self._waiting or (self._waiting[0] is load and fits)
+
+        with self._drive_turn:
+            self._drive_turn.wait_for(is_settled)
+            if load not in self._waiting:
+                return None
+            self._waiting.popleft()
+            self._drive_bytes += nbytes
+            self._drive_turn.notify_all()
+        try:
+            return self._load(load)
+        finally:
+            with self._drive_turn:
+                self._drive_bytes -= nbytes
+                self._drive_turn.notify_all()
 
     @torch.no_grad()
-    def _load(self, load: QueuedLoad) -> LoadEnd:
-        job, keys, parts = load.job, load.keys, load.parts
+    def _load(self, load: QueuedLoad) -> FinishedLoad | None:
         started = time.monotonic()
-        waited_s = started - load.deadline + job.timeout_s
+        waited_s = started - load.deadline + load.job.timeout_s
         arrived_s: dict[int, float] = {}
         tickets: list[OnboardTicket] = []
-        last: list[Arrival] = []
-
-        def arrived(arrivals: list[Arrival]) -> None:
-            now = time.monotonic() - started
-            arrived_s.update((one.index, now) for one in arrivals)
+        latest: list[Arrival] = []
 
         def sink(arrivals: list[Arrival]) -> None:
-            nonlocal last
-            if job.pages and parts:
-                self._fill_heads(job, arrivals, parts)
-            elif job.pages:
-                tickets.extend(self._scatter(job, arrivals))
-            # What stays where it is until the lease ends is on its way while the next is read.
-            if not all(one.lasting for one in arrivals):
-                _finish(tickets)
-            last = arrivals
-            arrived(arrivals)
+            nonlocal latest
+            latest = arrivals
+            tickets.extend(_copy([(load.targets[each.index], each.view) for each in arrivals]))
+            # Blocks whose memory stays until the lease ends are copied while the next are read.
+            settle(wait=not all(arrival.lasting for arrival in arrivals))
+
+        def settle(*, wait: bool) -> None:
+            while wait and tickets:
+                tickets.pop(0).synchronize()
+            now = time.monotonic() - started
+            arrived_s.update((arrival.index, now) for arrival in latest)
 
         def deliver(start: int, timeout_s: float) -> list[GetResult]:
             try:
-                return lease.deliver(sink, start=start, beside=True, timeout_s=timeout_s)
+                return lease.deliver(
+                    sink, start=start, verify_concurrently=True, timeout_s=timeout_s
+                )
             finally:
-                _finish(tickets)
-                arrived(last)
+                settle(wait=True)
+
+        def times() -> list[TierTime]:
+            """By tier the blocks that came from it, and the time until the last one came, which for
+            drives includes the time that the load waited before it began."""
+            came: defaultdict[str, list[int]] = defaultdict(list)
+            for index, answer in enumerate(answers):
+                if answer.tier is not None:
+                    came[answer.tier].append(index)
+            return [
+                TierTime(
+                    tier,
+                    len({load.targets[index].request_block for index in indices}),
+                    max(arrived_s[at] for at in indices) + (waited_s if tier in DRIVES else 0.0),
+                )
+                for tier, indices in sorted(came.items())
+            ]
 
         # Other threads verify blocks while they are copied; only then is a block a success.
-        cache = self._caches[job.group]
-        with self._own_stream(load.start_after), self._store.lease(keys) as lease:
-            left_s = max(0.0, load.deadline - time.monotonic())
-            got = deliver(0, left_s)
-            times = _times(got, arrived_s, cache.block_bytes, waited_s)
-            first, more_s = _nearly_there(got, time.monotonic() - started, job.recompute_s)
+        keys = [target.key for target in load.targets if target.key is not None]
+        if len(keys) < len(load.targets):
+            return FinishedLoad.of(load, ())
+        if load.start_after is not None:
+            self._go_on_after(load.start_after)
+        with self._store.lease(keys) as lease:
+            answers = deliver(0, max(0.0, load.deadline - time.monotonic()))
+            # What parts of blocks take says nothing about whole blocks.
+            learnt = times() if all(target.part is None for target in load.targets) else []
+            late = [index for index, answer in enumerate(answers) if answer.reason == "late"]
+            came, elapsed_s = sum(map(bool, answers)), time.monotonic() - started
+            more_s = worth_waiting_s(came, len(late), elapsed_s, load.job.recompute_s)
             if more_s:
-                got = [*got[:first], *deliver(first, more_s)]
-        answers = [*got, *[GetResult(None, "absent")] * (len(keys or job.keys[0]) - len(got))]
-        self._counts.loaded(_times(got, arrived_s, cache.block_bytes, waited_s))
-        self._counts.missed(answer.reason for answer in answers if not answer)
-        failed = next((at for at, answer in enumerate(answers) if not answer), None)
-        each = max(1, len(parts))
-        block = None if failed is None else job.first_block + failed // each
-        late = -(-sum(answer.reason == "late" for answer in answers) // each)
-        # What parts of blocks take says nothing of whole ones.
-        learnt = () if parts else tuple(times)
-        return LoadEnd(job.request_id, block, learnt, late, time.monotonic() - started + waited_s)
+                # What comes now was read before, so its time is not learnt as the tier's.
+                answers = [*answers[: late[0]], *deliver(late[0], more_s)]
+        seconds = time.monotonic() - started + waited_s
+        return FinishedLoad.of(load, answers, seconds, times(), learnt)
 
-    def _fill_heads(self, job: LoadJob, arrivals: list[Arrival], parts: Sequence[HeadPart]) -> None:
-        """Copy parts of other shards' blocks into pages, but for those that are left alone."""
-        cache = self._caches[job.group]
-        assert cache.axis is not None
-        for one in arrivals:
-            number, part = divmod(one.index, len(parts))
-            start = number * cache.pages_per_block
-            pages = job.pages[max(start, job.present_pages) : start + cache.pages_per_block]
-            fill_heads(cache.tensors, cache.axis, one.view, pages, parts[part])
-        if cache.mover.device.type == "cuda":
-            torch.cuda.current_stream(cache.mover.device).synchronize()
-
-    def _scatter(self, job: LoadJob, arrivals: list[Arrival]) -> list[OnboardTicket]:
-        """Start to copy blocks into their pages. The first block may have pages that are left
-        alone."""
-        cache = self._caches[job.group]
-        tensors, mover = cache.tensors, cache.mover
-        whole = [one for one in arrivals if one.index or not job.present_pages]
-        size = max(1, _GROUP_BYTES // cache.block_bytes)
-        tickets = [
-            mover.onboard(
-                [one.view for one in whole[start : start + size]],
-                [cache.block(job.pages, one.index) for one in whole[start : start + size]],
-                layers_per_step=tensors.layer_count,
-            )
-            for start in range(0, len(whole), size)
-        ]
-        for one in arrivals:
-            if job.present_pages and not one.index:
-                rest = tensors.pages(job.pages[job.present_pages : cache.pages_per_block])
-                tickets.append(mover.onboard(*_tail_of_layers(one.view, rest)))
-        return tickets
-
-    @contextmanager
-    def _own_stream(self, start_after: Any) -> Iterator[None]:
-        """On CUDA a stream of this thread's own is current, and goes on after `start_after`.
-
-        The engine's stream would put a load behind steps that have nothing to do with it.
-        """
-        if start_after is None:
-            yield
-            return
-        device, local = self._caches[0].mover.device, self._thread_local
-        if not hasattr(local, "stream"):
-            local.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device), torch.cuda.stream(local.stream):
-            local.stream.wait_event(start_after)
-            yield
+    def _go_on_after(self, mark: Any) -> None:
+        """Give this thread a CUDA stream of its own, which goes on after `mark`: the engine's
+        stream would put loads behind steps that have nothing to do with them."""
+        if not hasattr(self._thread_local, "stream"):
+            torch.cuda.set_device(self._device)
+            self._thread_local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            torch.cuda.set_stream(self._thread_local.stream)
+        self._thread_local.stream.wait_event(mark)
 
 
-def _pass_on(asked: "Future[Any]", done: "Future[Any]") -> None:
-    """What was asked for is over, as `done` is: with its error, if it has one."""
-    error = done.exception()
-    if error is not None:
-        asked.set_exception(error)
-    else:
-        asked.set_result(done.result())
+def _copy(arrivals: Sequence[tuple[BlockTarget, memoryview]]) -> list[OnboardTicket]:
+    """Start to copy blocks into their pages."""
+    tickets: list[OnboardTicket] = []
+    resharded_on: set[torch.device] = set()
+    whole: defaultdict[PagedCache, list[tuple[memoryview, Pieces]]] = defaultdict(list)
+    for target, view in arrivals:
+        cache, pages, part = target.cache, target.pages, target.part
+        if not pages:
+            continue
+        if part is not None:
+            assert cache.facts.shard.axis is not None
+            fill_heads(cache.tensors, cache.facts.shard.axis, view, pages, part)
+            resharded_on.add(cache.mover.device)
+        elif len(pages) == cache.facts.pages_per_block:
+            whole[cache].append((view, cache.tensors.pages(pages)))
+        else:
+            # The last pages of a block are the end of the payload of each layer.
+            rest = cache.tensors.pages(pages)
+            size, each = len(view) // rest.layer_count, range(rest.layer_count)
+            ends = [view[size * (at + 1) - rest.layer_bytes : size * (at + 1)] for at in each]
+            tickets.append(cache.mover.onboard(ends, [rest.layers(at, at + 1) for at in each]))
+    for cache, blocks in whole.items():
+        count = max(1, _ONBOARD_BYTES // cache.facts.layout.block_bytes)
+        layers = cache.tensors.layer_count
+        for start in range(0, len(blocks), count):
+            views, pieces = zip(*blocks[start : start + count], strict=True)
+            tickets.append(cache.mover.onboard(views, pieces, layers_per_step=layers))
+    for device in resharded_on:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+    return tickets
 
 
-def _finish(tickets: list[OnboardTicket]) -> None:
-    """Wait for copies, and forget them."""
-    while tickets:
-        tickets.pop(0).synchronize()
+@dataclass(frozen=True, slots=True)
+class StartedSave:
+    """A save whose slots are reserved and whose copies are under way, if there are any."""
 
-
-def _nearly_there(
-    got: Sequence[GetResult], elapsed_s: float, recompute_s: float
-) -> tuple[int, float]:
-    """The first block that is late, and how much longer to wait for all that are; 0: give up.
-
-    What they were read into by then is in memory, so they count as read from there if they come:
-    how long that takes is not told as a time of the tier.
-    """
-    late = [at for at, answer in enumerate(got) if answer.reason == "late"]
-    came = sum(1 for answer in got if answer)
-    return (late[0] if late else 0), worth_waiting_s(came, len(late), elapsed_s, recompute_s)
-
-
-def _times(
-    got: Sequence[GetResult], arrived_s: Mapping[int, float], block_bytes: int, waited_s: float
-) -> list[TierTime]:
-    """What came of each tier, and how long after it was asked for the last of it was there.
-
-    `waited_s`: for its turn, which only drives have.
-    """
-    times = []
-    for tier in sorted({answer.tier for answer in got if answer.tier is not None}):
-        came = [arrived_s[at] for at, answer in enumerate(got) if answer.tier == tier]
-        seconds = max(came) + (waited_s if tier in DRIVES else 0.0)
-        times.append(TierTime(tier, len(came), block_bytes * len(came), seconds))
-    return times
-
-
-def _tail_of_layers(view: memoryview, rest: Pieces) -> tuple[list[memoryview], list[Pieces]]:
-    """For each layer the end of its payload, and the pages that it fills."""
-    layer_bytes = len(view) // rest.layer_count
-    ends = [layer_bytes * (layer + 1) for layer in range(rest.layer_count)]
-    views = [view[end - rest.layer_bytes : end] for end in ends]
-    return views, [rest.layers(layer, layer + 1) for layer in range(rest.layer_count)]
+    unsaved: int | None = None
+    """The first block of the group that found no room."""
+    counts: Counts = field(default_factory=lambda: defaultdict(float))
+    slots: Reservation | None = None
+    fresh: Sequence[int] = ()
+    """The slots that are being filled."""
+    ticket: OffloadTicket | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StartedSave:
+class Save:
     """A save, from when it was asked for."""
 
-    request_id: str
-    ticket: "Future[OffloadTicket | None]" = field(default_factory=Future)
-    """Known when its copies were started; None: there are none."""
-    over: "Future[None]" = field(default_factory=Future)
-    """When it reads no page any more, and its blocks are in the depot."""
-
-    def end(self) -> None:
-        """There is nothing to copy."""
-        self.ticket.set_result(None)
-        self.over.set_result(None)
+    job: SaveJob
+    started: "Future[StartedSave]"
+    ended: "Future[StartedSave]"
+    """Done when no page is read any more, and the blocks are in the depot."""
 
 
 class Saver:
-    """Saves under way. The methods without an underscore belong to the engine's thread.
-
-    On a device they are started in a thread: to find room for many blocks and to start their copies
-    takes tens of milliseconds, in which the engine goes on. On a processor a save has read its
-    pages when `save` returns.
-    """
+    """Saves and audits under way. The methods without an underscore belong to the engine's thread.
+    A thread finds room for the blocks. On a device that takes tens of milliseconds, in which the
+    engine goes on; on a processor a save has read its pages when `save` returns."""
 
     def __init__(
         self,
         store: Depot,
         caches: Sequence[PagedCache],
-        counts: ConnectorCounts,
+        counts: Counts,
         auditor: BlockAuditor,
     ) -> None:
         self._store = store
         self._caches = caches
         self._counts = counts
         self._auditor = auditor
-        self._warnings = RateLimitedWarnings()
         self._starting = ThreadPoolExecutor(1, "kvdepot-save", initializer=use_all_cores)
         self._sealing = ThreadPoolExecutor(1, "kvdepot-seal", initializer=use_all_cores)
-        self._reading: list[StartedSave] = []
-        """Those that may still read pages."""
-        self._unsaved: deque[tuple[SaveJob, int]] = deque()
+        self._starts: list[Save] = []
+        """Saves whose start was not reported."""
+        self._saves: list[Save] = []
+        """Saves that may still read pages."""
 
     def save(self, job: SaveJob, keys: Sequence[BlockKey]) -> None:
-        """Save the blocks. `keys` are this shard's."""
-        save = StartedSave(job.request_id)
-        self._reading.append(save)
-        mark = self._caches[job.group].mover.mark()
+        """Save blocks, or compare one with what the depot has. `keys` are this shard's."""
+        mark = self._caches[job.blocks.group].mover.mark()
+        started = self._starting.submit(self._start, job, keys, mark)
+        save = Save(job, started, self._sealing.submit(self._seal, job, keys, started))
+        self._starts.append(save)
+        self._saves.append(save)
         if mark is None:
-            self._started(save, job, self._begin(save, job, keys, None))
-        else:
-            begun = self._starting.submit(self._begin, save, job, keys, mark)
-            begun.add_done_callback(partial(self._begun, save, job))
+            wait([started])
 
     def take_unsaved(self) -> list[tuple[SaveJob, int]]:
-        """Of saves that were started since the last call, the first block of the group that found
-        no room, where there is one."""
-        return [self._unsaved.popleft() for _ in range(len(self._unsaved))]
-
-    def _begun(self, save: StartedSave, job: SaveJob, begun: "Future[int | None]") -> None:
-        error = begun.exception()
-        if error is not None:
-            self._warnings.warn("a save failed", error)
-            self._counts.add("failed_saves")
-        self._started(save, job, begun.result() if error is None else job.first_block)
-
-    def _started(self, save: StartedSave, job: SaveJob, unsaved: int | None) -> None:
-        if unsaved is not None:
-            self._unsaved.append((job, unsaved))
-        if not save.ticket.done():
-            save.end()
-
-    @torch.no_grad()
-    def _begin(
-        self, save: StartedSave, job: SaveJob, keys: Sequence[BlockKey], mark: Any
-    ) -> int | None:
-        """Find room and start the copies; returns the first block that is not saved, if any."""
-        try:
-            tokens = np.frombuffer(job.tokens, "<u4") if job.tokens else None
-            slots = self._store.reserve(keys, timeout_s=0.0, token_ids=tokens)
-        except KVDepotError as error:
-            self._warnings.warn("the depot takes nothing", error)
-            self._counts.add("depot_errors", 1, "reserve")
-            return job.first_block
-        outcomes = slots.outcomes
-        fits = next((at for at, put in enumerate(outcomes) if not put), len(outcomes))
-        for put in outcomes[:fits]:
-            self._counts.add("saved_blocks", 1, put.value)
-        if fits < len(outcomes):
-            self._counts.add("saved_blocks", len(outcomes) - fits, outcomes[fits].value)
-        fresh = [at for at in range(fits) if outcomes[at] is PutResult.STORED]
-        if not fresh:
-            slots.close()
-        elif not self._copy(save, job, slots, fresh, mark):
-            return job.first_block
-        return job.first_block + fits if fits < len(keys) else None
-
-    def audit(self, job: SaveJob, key: BlockKey) -> None:
-        """Compare a block, which was computed again, with what the depot has."""
-        cache, slots = self._caches[job.group], None
-        try:
-            slots = self._auditor.scratch(key)
-            view = slots.view(0)
-            if view is None:
-                slots.close()
-                return
-            ticket = cache.mover.offload([cache.block(job.pages, 0)], [view])
-        except (KVDepotError, RuntimeError) as error:
-            if slots is not None:
-                slots.close()
-            self._warnings.warn("a block could not be audited", error)
-            return
-        over = self._sealing.submit(self._compare, ticket, slots, key, cache.layout)
-        save = StartedSave(job.request_id, over=over)
-        save.ticket.set_result(ticket)
-        self._reading.append(save)
-
-    def _compare(
-        self, ticket: OffloadTicket, slots: Reservation, key: BlockKey, layout: KVLayout
-    ) -> None:
-        with slots:
-            ticket.wait()
-            view = slots.view(0)
-            assert view is not None
-            same = self._auditor.check(key, view, layout)
-        outcome = "unknown" if same is None else "same" if same else "different"
-        self._counts.add("audited_blocks", 1, outcome)
+        """The saves started since the last call that found no room for all blocks, each with the
+        first block of the group that is not saved. Forgets saves that have ended."""
+        unsaved = []
+        for save in [save for save in self._starts if save.started.done()]:
+            self._starts.remove(save)
+            first: int | None = save.job.blocks.first_block
+            if save.started.exception() is None:
+                first = save.started.result().unsaved
+            if first is not None and not save.job.is_audit:
+                unsaved.append((save.job, first))
+        for save in [save for save in self._saves if save.ended.done()]:
+            self._saves.remove(save)
+            error = save.ended.exception()
+            if error is not None:
+                audits = save.job.is_audit
+                warn("a block could not be audited" if audits else "a save failed", error)
+                self._counts["failed_saves"] += not audits
+            if save.started.exception() is None:
+                for name, count in save.started.result().counts.items():
+                    self._counts[name] += count
+        return unsaved
 
     def reading_requests(self) -> set[str]:
-        """The requests whose pages saves may still read."""
-        for save in [save for save in self._reading if save.over.done()]:
-            self._finish(save)
-        return {save.request_id for save in self._reading}
+        """The requests whose pages may still be read."""
+        return {save.job.request_id for save in self._saves}
 
     def order_stream_after_reads(self) -> None:
-        """What the current stream does next comes after all saves so far have read their pages."""
-        for save in self._reading:
-            ticket = save.ticket.result()
+        """Order the current stream after the page reads of all saves so far."""
+        for save in self._saves:
+            ticket = save.started.result().ticket if save.started.exception() is None else None
             if ticket is not None:
                 ticket.wait_read()
 
     def wait(self) -> None:
         """Return when no page is read any more."""
-        for save in list(self._reading):
-            self._finish(save)
+        wait([save.ended for save in self._saves])
 
     def close(self) -> None:
-        self.wait()
         self._starting.shutdown()
         self._sealing.shutdown()
 
-    def _copy(
-        self, save: StartedSave, job: SaveJob, slots: Reservation, fresh: list[int], mark: Any
-    ) -> bool:
-        """Start the copies. False: they cannot be made now, and the slots are given back.
-
-        As after a daemon's restart, until the mover has locked the new daemon's memory.
-        """
-        cache = self._caches[job.group]
-        pieces = [cache.block(job.pages, at) for at in fresh]
+    @torch.no_grad()
+    def _start(self, job: SaveJob, keys: Sequence[BlockKey], mark: Any) -> StartedSave:
+        """Find room, and start the copies of the blocks that the depot lacks."""
+        counts: Counts = defaultdict(float)
+        first, cache = job.blocks.first_block, self._caches[job.blocks.group]
+        tokens = np.frombuffer(job.tokens, "<u4") if job.tokens else None
         try:
-            views = [slots.view(at) for at in fresh]
-            ticket = cache.mover.offload(pieces, views, after=mark)
-        except (KVDepotError, RuntimeError) as error:
+            if job.is_audit:
+                slots = self._auditor.scratch(keys[0])
+            else:
+                slots = self._store.reserve(keys, timeout_s=0.0, token_ids=tokens)
+        except KVDepotError as error:
+            warn("the depot accepts no blocks", error)
+            counts["depot_errors:reserve"] += 1
+            return StartedSave(first, counts)
+        outcomes = slots.outcomes
+        fits = next((index for index, put in enumerate(outcomes) if not put), len(outcomes))
+        fresh = [index for index in range(fits) if outcomes[index] is PutResult.STORED]
+        if not job.is_audit:
+            for put in outcomes[:fits]:
+                counts[f"saved_blocks:{put.value}"] += 1
+            if fits < len(outcomes):
+                counts[f"saved_blocks:{outcomes[fits].value}"] += len(outcomes) - fits
+        unsaved = first + fits if fits < len(keys) else None
+        if not fresh:
             slots.close()
-            self._warnings.warn("a save could not be started", error)
-            self._counts.add("failed_saves")
-            return False
-        save.ticket.set_result(ticket)
-        sealed = self._sealing.submit(self._seal, ticket, slots, fresh)
-        sealed.add_done_callback(partial(_pass_on, save.over))
-        return True
+            return StartedSave(unsaved, counts)
+        try:
+            pages, ratio = job.blocks.pages, cache.facts.pages_per_block
+            pieces = [cache.tensors.pages(pages[at * ratio : (at + 1) * ratio]) for at in fresh]
+            views = [slots.view(index) for index in fresh]
+            ticket = cache.mover.offload(pieces, views, after=mark)
+        except (KVDepotError, RuntimeError):
+            # After a daemon's restart, until the mover has locked the new daemon's memory.
+            slots.close()
+            raise
+        return StartedSave(unsaved, counts, slots, fresh, ticket)
 
-    def _seal(self, ticket: OffloadTicket, slots: Reservation, fresh: list[int]) -> None:
-        with slots:
-            ticket.wait()
-            slots.seal(fresh)
-
-    def _finish(self, save: StartedSave) -> None:
-        self._reading.remove(save)
-        error = save.over.exception()
-        if error is not None:
-            self._warnings.warn("a save failed", error)
-            self._counts.add("failed_saves")
+    def _seal(
+        self, job: SaveJob, keys: Sequence[BlockKey], starting: "Future[StartedSave]"
+    ) -> StartedSave:
+        """Make the copied blocks blocks of the depot, or compare the audited one."""
+        started = starting.result()
+        if started.slots is None or started.ticket is None:
+            return started
+        with started.slots as slots:
+            started.ticket.wait()
+            if not job.is_audit:
+                slots.seal(started.fresh)
+                return started
+            layout = self._caches[job.blocks.group].facts.layout
+            same = self._auditor.check(keys[0], slots.view(0), layout)
+        outcome = "unknown" if same is None else "same" if same else "different"
+        started.counts[f"audited_blocks:{outcome}"] += 1
+        return started
 
 
 def page_tensors(
     caches: Mapping[str, object], layer_names: Sequence[str], page_count: int
 ) -> list[tuple[tuple[str, ...], KVTensors]]:
-    """The KV caches of these layers, those of one shape together; ModelError where it cannot be.
+    """The KV caches of these layers, those of one shape together. ModelError if one has no pages.
 
-    Only the page axis, the first, is believed. What lies inside a page is up to the backend (on the
-    processor keys are transposed), so a page is taken as it lies in memory. Where the backend works
-    on parts of vLLM's blocks, the first axis counts these.
+    Only the first axis, of pages, is relied on. The inside of a page is up to the backend (on a
+    processor keys are transposed), so a page is taken as it lies in memory. If the backend works on
+    parts of vLLM's blocks, the first axis counts these.
     """
     alike: dict[tuple[torch.Size, torch.dtype], dict[str, torch.Tensor]] = {}
     for name in layer_names:
@@ -610,7 +558,7 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
         else:
             joined.append((step, size))
     if len(joined) > _PAGE_AXES:
-        raise ModelError(f"a KV cache with strides {tensor.stride()} has no pages of plain bytes")
+        raise ModelError(f"a KV cache with strides {tensor.stride()} has no contiguous pages")
     joined = [(1, 1)] * (_PAGE_AXES - len(joined)) + joined
     sizes = [tensor.shape[0], *(size for _, size in joined)]
     return tensor.as_strided(sizes, [tensor.stride(0), *(step for step, _ in joined)])

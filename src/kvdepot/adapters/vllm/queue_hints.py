@@ -1,8 +1,8 @@
-"""What the scheduler tells the depot: prefetch hints for queued requests, sessions, prefill speed.
+"""Reports of the scheduler to the depot: prefetch hints, sessions, and the prefill speed.
 
-A request that vLLM leaves in its queue has its blocks brought from hard drives and buckets to
-memory meanwhile. A request may name its session and the session's state in `kv_transfer_params`;
-the depot is told when the request is over.
+Blocks of a request that waits in vLLM's queue are brought from hard drives and buckets to memory
+meanwhile. A request may name its session and the session's state in `kv_transfer_params`; the depot
+gets them when the request has ended.
 """
 
 import hashlib
@@ -10,41 +10,42 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from kvdepot.adapters.prefill_report import PrefillReporter
-from kvdepot.adapters.vllm.metrics import RateLimitedWarnings
+from kvdepot.adapters.vllm.metrics import warn
 from kvdepot.adapters.vllm.requests import EngineRequest, Phase, TrackedRequest
-from kvdepot.adapters.vllm.shared_depot import SharedDepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import PrefetchHint
 from kvdepot.core.sessions import checked_name, state_of
+from kvdepot.depot import Depot
 from kvdepot.errors import KVDepotError
 
 SESSION: Final = "kvdepot_session"
 STATE: Final = "kvdepot_state"
-_REQUESTS_A_STEP: Final = 4
-"""Requests looked at between two steps: the next step must not wait for a long queue."""
+_REQUESTS_PER_STEP: Final = 4
+"""Requests that are hinted at between two steps: the next step must not wait for a long queue."""
 _HINTED_MAX: Final = 32
-"""Requests with hints under way; those behind them wait long enough to be hinted at later."""
+"""Requests with hints under way. Requests behind them wait long enough to be hinted at later."""
 _SALT_BYTES: Final = 8
 _SUPERSEDED: Final = "kvdepot: superseded"
-"""Windows and states that nothing goes on from are told of as a session that is closed."""
+"""The name of a closed session of the windows and states from which nothing goes on."""
 _SLOW_TIERS: Final = frozenset({"hdd", "object"})
 """Blocks in a faster tier load soon enough without a hint."""
+SessionUpdate = tuple[str, str, list[BlockKey]]
+"""The name of a session, its state, and the blocks of its prompt."""
 
 
 class QueueHints:
     """Belongs to the scheduler's thread."""
 
-    def __init__(self, depot: SharedDepot, warnings: RateLimitedWarnings, hint_s: float) -> None:
-        self._depot = depot
-        self._warnings = warnings
+    def __init__(self, store: Depot, hint_s: float) -> None:
+        self._store = store
         self._hint_s = hint_s
-        self.prefill = PrefillReporter(lambda: depot.store, warnings.warn)
+        self.prefill = PrefillReporter(lambda: store, warn)
         self._waiting: dict[str, TrackedRequest] = {}
         """New requests that have not begun, in the order in which they came."""
         self._hints: dict[str, list[PrefetchHint]] = {}
-        self._unsent: dict[str, list[tuple[str, str, list[BlockKey]]]] = {}
-        """Sessions of requests that are over, but whose last blocks are still being saved."""
-        self._repeat: list[tuple[str, str, list[BlockKey]]] = []
+        self._unsent: dict[str, list[SessionUpdate]] = {}
+        """Sessions of finished requests whose last blocks are still being saved."""
+        self._repeat: list[SessionUpdate] = []
         """Sessions to report once more: their last blocks may have been saved since."""
 
     def queued(self, tracked: TrackedRequest) -> None:
@@ -53,7 +54,7 @@ class QueueHints:
             self._waiting[tracked.request.request_id] = tracked
 
     def begun(self, request_id: str) -> None:
-        """A request loads, computes or is gone: its hints end."""
+        """A request loads, computes or has ended: its hints end."""
         self._waiting.pop(request_id, None)
         for hint in self._hints.pop(request_id, ()):
             hint.cancel()
@@ -61,9 +62,8 @@ class QueueHints:
     def after_schedule(self) -> None:
         """A step was scheduled: give hints for requests that are still in the queue."""
         repeat, self._repeat = self._repeat, []
-        for session in repeat:
-            self._report_session(*session)
-        names = list(self._waiting)[:_REQUESTS_A_STEP]
+        self._report(repeat)
+        names = list(self._waiting)[:_REQUESTS_PER_STEP]
         if not names or len(self._hints) >= _HINTED_MAX:
             self._hints = {
                 name: hints
@@ -74,72 +74,70 @@ class QueueHints:
         for name in names:
             tracked = self._waiting.pop(name)
             if tracked.phase is Phase.QUEUED:
-                self._hint(tracked)
+                hints = self._hint(tracked)
+                self._hints |= {name: hints} if hints else {}
 
-    def finished(self, request: EngineRequest, tracked: TrackedRequest, *, awaited: bool) -> None:
-        """A request is over; `awaited`: `saved` follows when its last blocks are saved."""
+    def finished(self, request: EngineRequest, tracked: TrackedRequest, *, is_saving: bool) -> None:
+        """A request has ended. `is_saving`: `saved` follows when its last blocks are saved."""
         self.begun(request.request_id)
-        told = []
-        if superseded := tracked.superseded():
-            told.append((_SUPERSEDED, "closed", superseded))
+        updates: list[SessionUpdate] = []
+        if superseded := tracked.saves.superseded():
+            updates.append((_SUPERSEDED, "closed", superseded))
         try:
             session = session_of(request)
         except KVDepotError as error:
-            self._warnings.warn("a request's session is left out", error)
+            warn("a request's session is ignored", error)
             session = None
         if session is not None:
-            block_keys = tracked.block_keys
-            block_keys.grow(request.all_token_ids, request.num_tokens // block_keys.block_tokens)
-            keys = [key for shard in block_keys.keys(0, len(block_keys)) for key in shard]
-            self._report_session(*session, keys)
-            told.append((*session, keys))
-        if told and awaited:
-            self._unsent[request.request_id] = told
+            name, state = session
+            keys = [key for shard in self._prompt_keys(tracked) for key in shard]
+            updates.append((name, state, keys))
+            self._report(updates[-1:])
+        if updates and is_saving:
+            self._unsent[request.request_id] = updates
         else:
-            self._repeat += told
+            self._repeat += updates
 
     def saved(self, request_ids: Iterable[str]) -> None:
         """The last blocks of these requests are in the depot."""
         for request_id in request_ids:
-            for session in self._unsent.pop(request_id, ()):
-                self._report_session(*session)
+            self._report(self._unsent.pop(request_id, ()))
 
     def close(self) -> None:
         for name in list(self._hints):
             self.begun(name)
 
-    def _hint(self, tracked: TrackedRequest) -> None:
-        request, block_keys = tracked.request, tracked.block_keys
-        blocks = request.num_tokens // block_keys.block_tokens
-        block_keys.grow(request.all_token_ids, blocks)
-        store = self._depot.store
-        try:
-            hints = []
-            for keys in block_keys.keys(0, blocks):
-                tiers = store.match(keys).tiers
-                if not _SLOW_TIERS.isdisjoint(tiers):
-                    hints.append(store.hint(keys[: len(tiers)], self._hint_s))
-        except KVDepotError as error:
-            self._warnings.warn("the depot takes no hints", error)
-            return
-        under_way = [hint for hint in hints if not hint.wait(0.0)]
-        if under_way:
-            self._hints[request.request_id] = under_way
+    def _prompt_keys(self, tracked: TrackedRequest) -> tuple[tuple[BlockKey, ...], ...]:
+        """For each shard the keys of all whole blocks of the first group."""
+        keys, tokens = tracked.keys, tracked.request.num_tokens
+        keys.grow(tokens // keys.groups.grain)
+        return keys.of(0, 0, tokens // keys.block_tokens(0))
 
-    def _report_session(self, name: str, state: str, keys: list[BlockKey]) -> None:
-        if not keys:
-            return
+    def _hint(self, tracked: TrackedRequest) -> list[PrefetchHint]:
+        """The hints for a request that are under way."""
+        hints = []
         try:
-            self._depot.store.session(name, keys, state)
+            for keys in self._prompt_keys(tracked):
+                tiers = self._store.match(keys).tiers
+                if not _SLOW_TIERS.isdisjoint(tiers):
+                    hints.append(self._store.prefetch(keys[: len(tiers)], self._hint_s))
         except KVDepotError as error:
-            self._warnings.warn("the depot cannot be told of sessions", error)
+            warn("the depot accepts no hints", error)
+        return [hint for hint in hints if not hint.wait(0.0)]
+
+    def _report(self, updates: Iterable[SessionUpdate]) -> None:
+        for name, state, keys in updates:
+            if keys:
+                try:
+                    self._store.sessions.name(name, keys, state)
+                except KVDepotError as error:
+                    warn("a session could not be reported to the depot", error)
 
 
 def session_of(request: Any) -> tuple[str, str] | None:
-    """Name and state of a request's session, None if it has none; ConfigError if not valid.
-
-    Requests with different salts must not share a session, so a salt is a part of the name.
-    """
+    """The name and the state of a request's session. None if it has none; ConfigError if they are
+    not valid. Requests with different salts must not share a session, so a salt is a part of the
+    name."""
     params = getattr(request, "kv_transfer_params", None)
     if not isinstance(params, Mapping) or SESSION not in params:
         return None

@@ -1,7 +1,7 @@
-"""vLLM's releases: what of the interface is needed, and where releases differ.
+"""vLLM's releases: what is needed of vLLM's interface, and where releases differ.
 
-No other file knows of a release. Supported are those that `./dev e2e --release` runs; any other one
-is served if it has all that is needed, and else refused before anything starts.
+No other file knows of a release. Supported are those that `./dev e2e --release` runs. Any other
+release is served if it has all that is needed, else it is refused before anything starts.
 """
 
 import inspect
@@ -17,179 +17,79 @@ from kvdepot.adapters.vllm.worker import ConnectorWorker, FinishedTransfers
 from kvdepot.errors import ConfigError, ModelError
 
 SUPPORTED: Final = ("0.29", "0.31", "0.32")
-
+LATER_HOOKS: Final = ("get_transfer_results", "get_external_cache_hit_sources")
+"""Methods of the connector that vLLM calls since 0.31, and since 0.32."""
 Modules = Callable[[str], Any]
 """Finds a module by its name, as `import_module` does."""
 
 _V1: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
-_BASE: Final = f"{_V1}.base"
-_HIT_SOURCES: Final = "vllm.v1.metrics.cache_hit_source"
-
-HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
-    "register_kv_caches": ("kv_caches",),
-    "get_handshake_metadata": (),
-    "bind_connector_metadata": ("connector_metadata",),
-    "handle_preemptions": ("kv_connector_metadata",),
-    "start_load_kv": ("forward_context",),
-    "wait_for_layer_load": ("layer_name",),
-    "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata"),
-    "wait_for_save": (),
-    "get_finished": ("finished_req_ids",),
-    "get_block_ids_with_load_errors": (),
-    "build_connector_worker_meta": (),
-    "get_kv_connector_stats": (),
-    "on_new_request": ("request",),
-    "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
-    "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
-    "build_connector_meta": ("scheduler_output",),
-    "update_connector_output": ("connector_output",),
-    "set_xfer_handshake_metadata_pp_aware": ("metadata",),
-    "bind_gpu_block_pool": ("gpu_block_pool",),
-    "reset_cache": (),
-    "shutdown": (),
-    "build_kv_connector_stats": ("data",),
-    "build_prom_metrics": (
-        "vllm_config",
-        "metric_types",
-        "labelnames",
-        "per_engine_labelvalues",
-    ),
-}
-"""What vLLM calls of a connector, with the arguments that it passes."""
-
-LATER_HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
-    "get_transfer_results": ("finished_req_ids",),
-    "get_external_cache_hit_sources": ("request", "num_external_tokens"),
-}
-"""Since 0.31, and since 0.32."""
-
-ATTRIBUTES: Final[Mapping[str, tuple[str, ...]]] = {
-    f"{_BASE}:KVConnectorBase_V1": ("role", "requires_kv_delivery", "_get_connector_metadata"),
-    f"{_BASE}:SupportsHMA": ("request_finished_all_groups",),
-    f"{_BASE}:KVConnectorRole": ("SCHEDULER",),
-    f"{_BASE}:KVConnectorMetadata": ("register",),
-    f"{_BASE}:KVConnectorHandshakeMetadata": ("register",),
-    f"{_BASE}:KVConnectorWorkerMetadata": ("register", "aggregate"),
-    f"{_V1}.metrics:KVConnectorStats": ("data", "reset", "aggregate", "reduce", "is_empty"),
-    f"{_V1}.metrics:KVConnectorPromMetrics": (
-        "observe",
-        "_counter_cls",
-        "_gauge_cls",
-        "per_engine_labelvalues",
-    ),
-    "vllm.distributed.parallel_state:get_pp_group": (),
-    "vllm.distributed.parallel_state:get_tensor_model_parallel_rank": (),
-    "vllm.distributed.parallel_state:get_tensor_model_parallel_world_size": (),
-    "vllm.lora.worker_manager:WorkerLoRAManager": (),
-    "vllm.v1.core.block_pool:BlockPool": ("reset_prefix_cache",),
-    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("get_block_ids",),
-    "vllm.v1.executor.abstract:Executor": ("get_class", "collective_rpc"),
-    "vllm.v1.core.sched.output:SchedulerOutput": (
-        "num_scheduled_tokens",
-        "finished_req_ids",
-        "preempted_req_ids",
-        "kv_connector_block_state",
-    ),
-    "vllm.v1.core.sched.output:KVConnectorBlockState": ("boundary_state_offloads",),
-    "vllm.v1.outputs:KVConnectorOutput": (
-        "finished_sending",
-        "finished_recving",
-        "invalid_block_ids",
-        "kv_connector_worker_meta",
-    ),
-    "vllm.v1.request:Request": (
-        "request_id",
-        "all_token_ids",
-        "num_tokens",
-        "num_prompt_tokens",
-        "num_computed_tokens",
-        "skip_reading_prefix_cache",
-        "kv_transfer_params",
-        "lora_request",
-        "mm_features",
-        "cache_salt",
-        "prompt_embeds",
-        "resumable",
-    ),
-    "vllm.v1.kv_cache_interface:KVCacheConfig": (
-        "num_blocks",
-        "kv_cache_groups",
-        "kv_cache_layout",
-    ),
-    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": (
-        "layer_names",
-        "kv_cache_spec",
-        "enable_kv_transfer",
-    ),
-    "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": ("first_spec",),
-    "vllm.v1.kv_cache_interface:FullAttentionSpec": ("block_size", "prefix_cacheable"),
-    "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("sliding_window", "extra_retained_tokens"),
-    "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": ("attention_chunk_size",),
-    "vllm.v1.kv_cache_interface:MambaSpec": ("mamba_cache_mode",),
-    "vllm.config:VllmConfig": (
-        "kv_transfer_config",
-        "parallel_config",
-        "scheduler_config",
-        "cache_config",
-        "model_config",
-        "load_config",
-        "lora_config",
-        "compilation_config",
-    ),
-    "vllm.config:KVTransferConfig": (
-        "kv_connector_extra_config",
-        "kv_load_failure_policy",
-        "is_kv_producer",
-        "is_kv_consumer",
-    ),
-    "vllm.config:ParallelConfig": (
-        "data_parallel_size",
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "distributed_executor_backend",
-    ),
-    "vllm.config:SchedulerConfig": ("max_num_batched_tokens",),
-    "vllm.config:CacheConfig": (
-        "enable_prefix_caching",
-        "cache_dtype",
-        "mamba_cache_dtype",
-        "mamba_ssm_cache_dtype",
-    ),
-    "vllm.config:ModelConfig": (
-        "model",
-        "hf_config",
-        "dtype",
-        "quantization",
-        "seed",
-        "max_model_len",
-        "disable_sliding_window",
-        "model_impl",
-        "mm_processor_kwargs",
-    ),
-    "vllm.config:LoadConfig": ("load_format",),
-    "vllm.config:LoRAConfig": ("lora_dtype",),
-    "vllm.config:CompilationConfig": ("static_forward_context",),
-}
-"""What is used of vLLM's classes, and what a model's identity is made of."""
-
+BASE: Final = f"{_V1}.base:KVConnectorBase_V1"
+_RESULTS: Final = f"{_V1}.base:KVConnectorTransferResults"
+_HIT_SOURCES: Final = "vllm.v1.metrics.cache_hit_source:CacheHitSource"
+_STATE: Final = "vllm.v1.core.sched.output:KVConnectorBlockState"
+NEEDED: Final = f"""
+{BASE}: role requires_kv_delivery _get_connector_metadata
+{_V1}.base:SupportsHMA: request_finished_all_groups
+{_V1}.base:KVConnectorRole: SCHEDULER
+{_V1}.base:KVConnectorMetadata: register
+{_V1}.base:KVConnectorHandshakeMetadata: register
+{_V1}.base:KVConnectorWorkerMetadata: register aggregate
+{_V1}.metrics:KVConnectorStats: data reset aggregate reduce is_empty
+{_V1}.metrics:KVConnectorPromMetrics: observe _counter_cls _gauge_cls per_engine_labelvalues
+vllm.distributed.parallel_state:get_pp_group:
+vllm.distributed.parallel_state:get_tensor_model_parallel_rank:
+vllm.distributed.parallel_state:get_tensor_model_parallel_world_size:
+vllm.lora.worker_manager:WorkerLoRAManager:
+vllm.v1.core.block_pool:BlockPool: reset_prefix_cache
+vllm.v1.core.kv_cache_manager:KVCacheBlocks: get_block_ids
+vllm.v1.executor.abstract:Executor: get_class collective_rpc
+vllm.v1.core.sched.output:SchedulerOutput: num_scheduled_tokens finished_req_ids \
+    preempted_req_ids kv_connector_block_state
+{_STATE}: boundary_state_offloads
+vllm.v1.outputs:KVConnectorOutput: finished_sending finished_recving invalid_block_ids \
+    kv_connector_worker_meta
+vllm.v1.request:Request: request_id all_token_ids num_tokens num_prompt_tokens num_computed_tokens \
+    skip_reading_prefix_cache kv_transfer_params lora_request mm_features cache_salt prompt_embeds \
+    resumable
+vllm.v1.kv_cache_interface:KVCacheConfig: num_blocks kv_cache_groups kv_cache_layout
+vllm.v1.kv_cache_interface:KVCacheGroupSpec: layer_names kv_cache_spec enable_kv_transfer
+vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs: first_spec
+vllm.v1.kv_cache_interface:FullAttentionSpec: block_size prefix_cacheable
+vllm.v1.kv_cache_interface:SlidingWindowSpec: sliding_window extra_retained_tokens
+vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec: attention_chunk_size
+vllm.v1.kv_cache_interface:MambaSpec: mamba_cache_mode
+vllm.config:VllmConfig: kv_transfer_config parallel_config scheduler_config cache_config \
+    model_config load_config lora_config compilation_config
+vllm.config:KVTransferConfig: kv_connector_extra_config kv_load_failure_policy is_kv_producer \
+    is_kv_consumer
+vllm.config:ParallelConfig: data_parallel_size pipeline_parallel_size \
+    decode_context_parallel_size distributed_executor_backend
+vllm.config:SchedulerConfig: max_num_batched_tokens
+vllm.config:CacheConfig: enable_prefix_caching cache_dtype mamba_cache_dtype mamba_ssm_cache_dtype
+vllm.config:ModelConfig: model hf_config dtype quantization seed max_model_len \
+    disable_sliding_window model_impl mm_processor_kwargs
+vllm.config:LoadConfig: load_format
+vllm.config:LoRAConfig: lora_dtype
+vllm.config:CompilationConfig: static_forward_context
+"""
+"""The parts of vLLM that are used, and on which the identity of a model depends."""
 ALTERNATIVES: Final = (
-    (
-        f"{_BASE}:KVConnectorTransferResults.failed_recving",
-        f"{_BASE}:KVConnectorBase_V1.get_block_ids_with_load_errors",
-    ),
-    (
-        "vllm.v1.core.sched.output:KVConnectorBlockState.get_block_ids",
-        "vllm.v1.core.sched.output:KVConnectorBlockState.block_ids",
-    ),
+    ((_RESULTS, "failed_recving"), (BASE, "get_block_ids_with_load_errors")),
+    ((_STATE, "get_block_ids"), (_STATE, "block_ids")),
 )
-"""Of each pair one is needed; releases differ in which."""
+"""One of each pair is needed; releases differ in which."""
 
 _logger = logging.getLogger("vllm.kvdepot")
 
 
-def check_release(modules: Modules = import_module) -> None:
+def attributes() -> dict[str, list[str]]:
+    """NEEDED by place."""
+    lines = (line.rpartition(":") for line in NEEDED.strip().splitlines())
+    return {place: names.split() for place, _, names in lines}
+
+
+def refuse_without(lacking: Sequence[str], modules: Modules = import_module) -> None:
     """ConfigError, logged in one line, if this vLLM lacks something that is needed."""
-    lacking = list(missing(modules))
     if not lacking:
         return
     shown = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if lacking[3:] else "")
@@ -210,35 +110,41 @@ def version_of(modules: Modules = import_module) -> str:
 
 
 def missing(modules: Modules = import_module) -> Iterator[str]:
-    """What is needed and not there, or there in another form."""
-    base = _find(modules, f"{_BASE}:KVConnectorBase_V1")
-    for name, wanted in {**HOOKS, **LATER_HOOKS}.items():
-        hook = getattr(base, name, None)
-        if hook is None and name in HOOKS:
-            yield f"KVConnectorBase_V1.{name}"
-        elif hook is not None and parameters(hook) != wanted:
-            yield f"KVConnectorBase_V1.{name}({', '.join(wanted)})"
-    for name in sorted(getattr(base, "__abstractmethods__", ())):
-        if name not in HOOKS:
-            yield f"a KVConnectorBase_V1 that can do without {name}"
-    for place, names in ATTRIBUTES.items():
-        found = _find(modules, place)
-        if found is None:
+    """The parts of vLLM that are needed and missing."""
+    for place, names in attributes().items():
+        owner = _find(modules, place)
+        if owner is None:
             yield place.replace(":", ".")
+        else:
+            short = place.partition(":")[2]
+            yield from (f"{short}.{name}" for name in names if not _has(owner, name))
+    for pair in ALTERNATIVES:
+        if not any(_has(_find(modules, place), name) for place, name in pair):
+            yield " or ".join(f"{place.partition(':')[2]}.{name}" for place, name in pair)
+
+
+def missing_hooks(connector: type) -> Iterator[str]:
+    """Methods of the connector that its bases lack, or pass other arguments to, and abstract
+    methods that it does not implement."""
+    for name, own in vars(connector).items():
+        if name.startswith("_") or isinstance(own, property):
             continue
-        short = place.partition(":")[2]
-        yield from (f"{short}.{name}" for name in names if not _has(found, name))
-    for places in ALTERNATIVES:
-        split = [place.rpartition(".") for place in places]
-        if not any(_has(_find(modules, place), name) for place, _, name in split):
-            yield " or ".join(place.partition(":")[2] for place in places)
+        bases = (base for base in connector.__mro__[1:] if name in vars(base))
+        hook = next((getattr(base, name) for base in bases), None)
+        wanted = _parameters(getattr(connector, name))
+        if hook is None and name not in LATER_HOOKS:
+            yield f"KVConnectorBase_V1.{name}"
+        elif hook is not None and _parameters(hook) != wanted:
+            yield f"KVConnectorBase_V1.{name}({', '.join(wanted)})"
+    for name in sorted(getattr(connector, "__abstractmethods__", ())):
+        yield f"a KVConnectorBase_V1 that can do without {name}"
 
 
-def parameters(call: Any) -> tuple[str, ...]:
-    """The names of what is passed, without what a call gives in any number."""
+def _parameters(call: Any) -> list[str]:
+    """The names of the arguments, without `self`, `*args` and `**kwargs`."""
     loose = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    found = inspect.signature(call).parameters.values()
-    return tuple(each.name for each in found if each.name != "self" and each.kind not in loose)
+    given = inspect.signature(call).parameters.values()
+    return [each.name for each in given if each.name != "self" and each.kind not in loose]
 
 
 def _find(modules: Modules, place: str) -> Any:
@@ -250,23 +156,21 @@ def _find(modules: Modules, place: str) -> Any:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """As an attribute, as a field, or as something that its instances are given when made."""
+    """True if it is an attribute, a field, or something that `__init__` sets."""
     if hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", {}):
         return True
     makers = (base.__dict__.get("__init__") for base in getattr(owner, "__mro__", ()))
-    return any(name in getattr(maker, "__code__", _NO_CODE).co_names for maker in makers)
-
-
-_NO_CODE: Final = (lambda: None).__code__
+    codes = (getattr(maker, "__code__", None) for maker in makers)
+    return any(code is not None and name in code.co_names for code in codes)
 
 
 class EngineRelease:
-    """The vLLM of this process, where releases differ."""
+    """The vLLM of this process, in what its release differs from others."""
 
     def __init__(self, modules: Modules = import_module) -> None:
         self.version = version_of(modules)
-        self._results = _find(modules, f"{_BASE}:KVConnectorTransferResults")
-        self._sources = _find(modules, f"{_HIT_SOURCES}:CacheHitSource")
+        self._results = _find(modules, _RESULTS)
+        self._sources = _find(modules, _HIT_SOURCES)
         self._tables: dict[str, tuple[list[int], ...]] = {}
         if ".".join(self.version.split(".")[:2]) not in SUPPORTED:
             _logger.warning(
@@ -276,22 +180,22 @@ class EngineRelease:
             )
 
     def check_groups(self, rules: Sequence[GroupRule], tables: int) -> None:
-        """ModelError for what this release cannot recompute when a load fails: before 0.31 vLLM is
-        told of pages, not of requests, and takes them for pages of full attention."""
+        """ModelError if this release cannot recompute a failed load of these groups. Before 0.31
+        the connector reports pages, not requests, and vLLM takes them for full attention."""
         if self._results is None and (tables > 1 or [rule.kind for rule in rules] != ["full"]):
             raise ModelError(
                 f"vllm {self.version} cannot recompute a failed load of a model with several KV "
                 "groups, windows or states",
-                hint="vllm 0.31 or newer; or, for windows, --disable-hybrid-kv-cache-manager",
+                hint="use vllm 0.31 or newer; or, for windows, --disable-hybrid-kv-cache-manager",
             )
 
-    def transfer_results(self, over: FinishedTransfers) -> Any:
-        """For `get_transfer_results`, which is called since 0.31."""
+    def transfer_results(self, ended: FinishedTransfers) -> Any:
+        """The result of `get_transfer_results`, which vLLM calls since 0.31."""
         assert self._results is not None
-        return self._results(over.sent, over.received, over.failed)
+        return self._results(ended.sent, ended.received, ended.failed)
 
     def hit_sources(self, tiers: Mapping[str, int]) -> dict[Any, int]:
-        """Tokens by vLLM's names for where they come from, which it asks for since 0.32."""
+        """Tokens by vLLM's names of their sources, which it asks for since 0.32."""
         assert self._sources is not None
         counts: Counter[Any] = Counter()
         for tier, tokens in tiers.items():
@@ -300,10 +204,8 @@ class EngineRelease:
         return dict(counts)
 
     def step_output(self, output: Any) -> Any:
-        """The scheduler's output, whose block state knows the pages of all requests of the step.
-
-        Before 0.31 it has them of requests that got new ones; all others have the same as before.
-        """
+        """The scheduler's output, with the pages of all requests of the step. Before 0.31 it has
+        them for requests with new pages only; the others have the same as before."""
         state = output.kv_connector_block_state
         if state is None or hasattr(state, "get_block_ids"):
             return output
@@ -314,20 +216,21 @@ class EngineRelease:
 
 
 def finish_step(worker: ConnectorWorker, plan: StepPlan) -> tuple[set[str], set[str]]:
-    """For `get_finished`, which is called before 0.31: there `wait_for_save` is not called in steps
-    that compute nothing."""
+    """The result of `get_finished`, which vLLM calls before 0.31; it does not call `wait_for_save`
+    in steps that compute nothing."""
     if plan.idle:
         worker.save(plan)
-    over = worker.finished(plan)
-    return over.sent, over.received
+    ended = worker.finished(plan)
+    return ended.sent, ended.received
 
 
 class _StepWithTables:
-    """A SchedulerOutput, and its own block state, of a release before 0.31."""
+    """A SchedulerOutput and its block state, of a release before 0.31."""
 
     def __init__(self, output: Any, tables: Mapping[str, tuple[list[int], ...]]) -> None:
         self._output = output
-        self._tables = tables
+        self.get_block_ids = tables.__getitem__
+        self.boundary_state_offloads = output.kv_connector_block_state.boundary_state_offloads
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._output, name)
@@ -335,10 +238,3 @@ class _StepWithTables:
     @property
     def kv_connector_block_state(self) -> "_StepWithTables":
         return self
-
-    @property
-    def boundary_state_offloads(self) -> Any:
-        return self._output.kv_connector_block_state.boundary_state_offloads
-
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        return self._tables[request_id]

@@ -1,12 +1,12 @@
-"""Which KV heads a worker's pages hold, and reading blocks of workers that held others.
+"""The KV heads in a worker's pages, and how blocks of workers with other heads are read.
 
 Tensor parallelism gives each worker an equal part of the KV heads. Blocks are named by that part,
-"shard `rank` of `size`", whatever number of workers there is: where there are more workers than
-heads several have the same shard, and latent attention, which each worker has whole, is one shard
-at every size. Pages in which the heads lie side by side can be filled from blocks of another size.
+"shard `rank` of `size`", and not by the number of workers: with more workers than heads several
+workers have the same shard, and latent attention, which each worker has whole, is one shard at
+every size. Pages in which the heads are separate can be filled from blocks of another size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,61 +20,61 @@ _PACKED_AXES: Final = 4
 _SPLIT_AXES: Final = 5
 """As pages, K and V, tokens, heads, elements."""
 _TOKENS: Final = 2
-"""Which axis they are in both."""
+"""The axis of tokens, in both."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadAxis:
-    """Heads in a page: rows of heads of equal bytes, without gaps."""
+    """Heads in a page: rows of heads with equal bytes, without gaps."""
 
     heads: int
-    """The model's, of all shards."""
+    """Heads of the model, in all shards."""
     rows: int
-    """Of one page in one layer."""
+    """Rows of one page in one layer."""
     head_bytes: int
-    """Of one head in one row."""
+    """Bytes of one head in one row."""
     item_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerShard:
-    """Which part of each block a worker has."""
+    """The part of each block that a worker has."""
 
     rank: int
     size: int
     axis: HeadAxis | None = None
-    """None: blocks of another size are of no use."""
+    """None: blocks of another size cannot be read."""
     whole: bool = False
-    """Each worker has all of it, at every size."""
+    """Each worker has the whole block, at every size."""
 
     def heads_of(self, size: int) -> int:
-        """Heads of a shard when there are `size`."""
+        """Heads of a shard if there are `size`."""
         return self.axis.heads // size if self.axis is not None else 0
 
     @property
     def heads(self) -> range:
-        """This worker's."""
+        """This worker's heads."""
         count = self.heads_of(self.size)
         return range(self.rank * count, (self.rank + 1) * count)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPart:
-    """Heads of a block that another shard has written, and where they go in this worker's pages."""
+    """Heads of a block that another shard has saved, and where they go in this worker's pages."""
 
     rank: int
-    """Of the shard that has written it."""
+    """The shard that has saved the block."""
     block_heads: int
     first: int
-    """In the block."""
+    """The first head in the block."""
     target: int
-    """In the page."""
+    """The first head in the page."""
     count: int
 
 
 def other_sizes(shards: Sequence[WorkerShard]) -> list[int]:
-    """How many shards may have written blocks that can be read with these, one of each KV group;
-    beside their own size. None where one group's cannot."""
+    """The numbers of shards, other than their own, whose blocks can be read with these, one of each
+    KV group. Empty if one group's cannot."""
     cut = [each for each in shards if each.axis is not None]
     if not cut or any(each.axis is None and not each.whole for each in shards):
         return []
@@ -85,29 +85,20 @@ def other_sizes(shards: Sequence[WorkerShard]) -> list[int]:
 
 
 def parts_of(shard: WorkerShard, size: int) -> list[HeadPart]:
-    """Which blocks of `size` shards, and which of their heads, make up one of this worker's."""
-    count, mine = shard.heads_of(size), shard.heads
-    found = []
-    for rank in range(mine.start // count, -(-mine.stop // count)):
-        start, stop = max(mine.start, rank * count), min(mine.stop, (rank + 1) * count)
-        first, target = start - rank * count, start - mine.start
-        found.append(HeadPart(rank, count, first, target, stop - start))
-    return found
-
-
-def interleaved(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    """The first of each list, then the second of each, and so on."""
-    for together in zip(*lists, strict=True):
-        yield from together
+    """The blocks of `size` shards, and the heads in them, that make up one block of this worker."""
+    count, own = shard.heads_of(size), shard.heads
+    parts = []
+    for rank in range(own.start // count, -(-own.stop // count)):
+        start, stop = max(own.start, rank * count), min(own.stop, (rank + 1) * count)
+        parts.append(HeadPart(rank, count, start - rank * count, start - own.start, stop - start))
+    return parts
 
 
 def fill_heads(
     tensors: KVTensors, axis: HeadAxis, view: memoryview, pages: Sequence[int], part: HeadPart
 ) -> None:
-    """Copy a part of another shard's block into pages: the block's last ones, if fewer.
-
-    On a CUDA device the copies are on the current stream; they have read the view on return.
-    """
+    """Copy a part of another shard's block into pages: into the last pages of the block, if fewer.
+    On a CUDA device the copies are on the current stream. `view` may be reused on return."""
     shape = (tensors.layer_count, -1, axis.rows, part.block_heads, axis.head_bytes)
     block = np.frombuffer(view, np.uint8).reshape(shape)
     source = block[:, -len(pages) :, :, part.first : part.first + part.count]
@@ -121,11 +112,9 @@ def fill_heads(
 def find_shard(
     engine: Any, layout: str, spec: Any, cache: torch.Tensor, place: tuple[int, int, int]
 ) -> tuple[WorkerShard, str]:
-    """The shard of a worker of `engine`, and why blocks of other sizes cannot be read, if so.
-
-    `spec` is vLLM's of a layer, `cache` that layer's pages, `layout` what vLLM calls their order;
-    `place` are the worker's rank, the number of ranks, and the pages of `cache`.
-    """
+    """The shard of a worker of `engine`, and why blocks of other sizes cannot be read; empty if
+    they can. `spec` is vLLM's spec of a layer, `cache` that layer's pages, `layout` vLLM's name of
+    their order; `place` is the worker's rank, the number of ranks, and the pages of `cache`."""
     rank, ranks, pages = place
     bases = [base.__name__ for base in type(spec).__mro__]
     if getattr(spec, "max_tp_shards", None) == 1 or "MLAAttentionSpec" in bases:
@@ -145,14 +134,14 @@ def find_shard(
 
 
 def _total_heads(engine: Any) -> int:
-    """KV heads of each of the model's layers; 0 where they may differ, or are not known."""
+    """KV heads of each of the model's layers; 0 if layers may differ, or it is not known."""
     model = engine.model_config
-    drafts = getattr(engine, "speculative_config", None) is not None
-    arch = getattr(model, "model_arch_config", None)
-    tells = hasattr(arch, "per_layer_overrides")
-    overrides = getattr(arch, "per_layer_overrides", None) or ()
-    differ = any("total_num_kv_heads" in layer for layer in overrides)
-    if drafts or differ or not tells or hasattr(model.hf_config, "block_configs"):
+    arch: Any = getattr(model, "model_arch_config", None)
+    has_drafts = getattr(engine, "speculative_config", None) is not None
+    if has_drafts or not hasattr(arch, "per_layer_overrides"):
+        return 0
+    differ = any("total_num_kv_heads" in layer for layer in arch.per_layer_overrides or ())
+    if differ or hasattr(model.hf_config, "block_configs"):
         return 0
     return int(model.get_total_num_kv_heads())
 
@@ -160,7 +149,8 @@ def _total_heads(engine: Any) -> int:
 def _head_axis(
     cache: torch.Tensor, pages: int, heads: tuple[int, int], page_tokens: int, layout: str
 ) -> HeadAxis | None:
-    """Where the heads are in each of `pages`; `heads` are the model's and the worker's."""
+    """The position of the heads in each of `pages`; `heads` are the model's and the worker's. None
+    if it is not certain."""
     total, local = heads
     shape, strides = tuple(cache.shape), cache.stride()
     parts = shape[0] // pages
@@ -174,21 +164,21 @@ def _head_axis(
     name = layout.rpartition(".")[2]
     if not {"H", "N"} <= set(name):
         return None
-    head_first = name.index("H") < name.index("N")
-    order = sorted(range(1, len(shape)), key=lambda at: (-strides[at], -shape[at]))
-    if local == 1 or tokens == 1:  # strides of such an axis say nothing
+    is_head_first = name.index("H") < name.index("N")
+    order = sorted(range(1, len(shape)), key=lambda each: (-strides[each], -shape[each]))
+    if local == 1 or tokens == 1:  # strides of such an axis have no meaning
         order.remove(axis)
-        order.insert(order.index(_TOKENS) + (not head_first), axis)
-    if (order.index(axis) < order.index(_TOKENS)) != head_first:
+        order.insert(order.index(_TOKENS) + (not is_head_first), axis)
+    if (order.index(axis) < order.index(_TOKENS)) != is_head_first:
         return None
     step = 1
-    for at in reversed([*([0] if parts > 1 else []), *order]):
-        if shape[at] > 1 and strides[at] != step:
+    for each in reversed([*([0] if parts > 1 else []), *order]):
+        if shape[each] > 1 and strides[each] != step:
             return None
-        step *= shape[at]
+        step *= shape[each]
     inner = order[order.index(axis) + 1 :]
-    outer = [at for at in order if at != axis and at not in inner]
+    outer = [each for each in order if each != axis and each not in inner]
     item = cache.element_size()
-    rows = parts * int(np.prod([shape[at] for at in outer], dtype=np.int64))
-    size = item * int(np.prod([shape[at] for at in inner], dtype=np.int64))
+    rows = parts * int(np.prod([shape[each] for each in outer], dtype=np.int64))
+    size = item * int(np.prod([shape[each] for each in inner], dtype=np.int64))
     return HeadAxis(total, rows, size, item)

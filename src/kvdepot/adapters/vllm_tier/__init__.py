@@ -2,7 +2,7 @@
 
 vLLM's `TieringOffloadingSpec` loads it by name, as one of its `secondary_tiers`:
 `{"type": "KVDepotTier", "module_path": "kvdepot.adapters.vllm_tier", "ssd": {…}}`. Everything but
-`manager` works without vLLM installed.
+`manager` works without vLLM.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 """vLLM's chunks in a depot: their keys, and the transfers under way.
 
-vLLM names a chunk by a hash of all tokens up to its end, and by its KV group. A request tells where
-each of its chunks ends, so the chunk before it is known: its key is the parent's, and heads outlive
-tails. Transfers run in threads of their own, between the depot and rows of vLLM's CPU tier; the
-scheduler's thread only hands them over and asks which are over.
+vLLM names a chunk by a hash of all tokens up to its end, and by its KV group. A request says where
+each of its chunks ends, so the chunk before it is known: its key is the parent's, and when room is
+made the beginnings of prompts outlive their ends. Transfers between the depot and rows of vLLM's
+CPU tier run in threads; the scheduler's thread only submits them and asks which have ended.
 """
 
 import time
@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any, Final
 
 from kvdepot.adapters.vllm.shared_depot import use_all_cores
 from kvdepot.core.block import BlockKey
-from kvdepot.core.depot import Depot, NamespaceHandle
+from kvdepot.core.depot import NamespaceHandle
+from kvdepot.depot import Depot
 from kvdepot.errors import KVDepotError
 
 GROUP_BYTES: Final = 4
@@ -29,28 +30,25 @@ def group_of(chunk: bytes) -> int:
 
 
 class RequestChunks:
-    """One request's chunks by their place, as far as vLLM has told them."""
+    """The chunks of one request by their place, as far as vLLM has reported them."""
 
     def __init__(self, chunk_tokens: Mapping[int, int]) -> None:
         """`chunk_tokens`: tokens of a whole chunk, by group."""
         self._chunk_tokens = chunk_tokens
         self._seen = 0
-        self._at: dict[tuple[int, int], bytes] = {}
+        self._by_end: dict[tuple[int, int], bytes] = {}
 
     def parent(self, chunk: bytes, ends: Mapping[bytes, int]) -> bytes | None:
-        """The chunk before one; None for the first, and where its place is not known.
-
-        `ends` has the token after each chunk, in the order in which vLLM told them.
-        """
-        for one, end in islice(ends.items(), self._seen, None):
-            self._at[group_of(one), end] = one
+        """The chunk before one; None for the first, and if its place is not known. `ends` has the
+        token after each chunk, in the order in which vLLM reported them."""
+        for other, end in islice(ends.items(), self._seen, None):
+            self._by_end[group_of(other), end] = other
         self._seen = len(ends)
         group = group_of(chunk)
-        tokens = self._chunk_tokens.get(group)
-        after = ends.get(chunk)
-        if after is None or tokens is None:
+        tokens, end_token = self._chunk_tokens.get(group), ends.get(chunk)
+        if end_token is None or tokens is None:
             return None
-        return self._at.get((group, (after - 1) // tokens * tokens))
+        return self._by_end.get((group, (end_token - 1) // tokens * tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +59,15 @@ class ChunkJob:
     request: str
     chunks: Sequence[bytes]
     keys: Sequence[BlockKey]
-    """Those of the chunks; empty where there is no namespace."""
+    """The keys of the chunks; empty if there is no namespace: the job fails."""
     rows: Sequence[Any]
-    """Where each chunk lies, or is to be."""
+    """The memory of each chunk."""
     is_load: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """How a transfer has ended."""
+    """A transfer that has ended."""
 
     job: ChunkJob
     done: Sequence[bytes]
@@ -82,85 +80,70 @@ class FinishedJob:
         return len(self.done) == len(self.job.chunks)
 
 
-@dataclass
 class ChunkTransfers:
     """Stores and loads under way. All calls belong to the scheduler's thread."""
 
-    depot: Depot
-    load_timeout_s: float
-    threads: int
-    _ended: deque[FinishedJob] = field(default_factory=deque)
-    _under_way: set[Future[None]] = field(default_factory=set)
-    loads: int = 0
-    """Under way, or over and not taken yet."""
-
-    def __post_init__(self) -> None:
-        # One thread stores, so that the chunks of a prompt arrive head first.
+    def __init__(self, depot: Depot, load_timeout_s: float, threads: int) -> None:
+        self._depot = depot
+        self._load_timeout_s = load_timeout_s
+        # One thread stores, so that the chunks of a prompt arrive in order.
         self._storing = ThreadPoolExecutor(1, "kvdepot-tier-store", initializer=use_all_cores)
-        self._loading = ThreadPoolExecutor(
-            self.threads, "kvdepot-tier-load", initializer=use_all_cores
-        )
+        self._loading = ThreadPoolExecutor(threads, "kvdepot-tier-load", initializer=use_all_cores)
+        self._ended: deque[FinishedJob] = deque()
+        self._under_way: set[Future[None]] = set()
+        self.loads = 0
+        """Loads that were submitted and not taken."""
 
-    def store(self, job: ChunkJob) -> None:
-        self._submit(self._storing, self._store, job)
-
-    def load(self, job: ChunkJob) -> None:
-        """Its time runs from now on, also while it waits for a thread."""
-        deadline = time.monotonic() + self.load_timeout_s
+    def submit(self, job: ChunkJob) -> None:
+        """Begin a transfer. A load's time runs from now on, also while it waits for a thread."""
+        deadline = time.monotonic() + self._load_timeout_s
         self.loads += job.is_load
-        self._submit(self._loading, self._load, job, deadline)
+        pool = self._loading if job.is_load else self._storing
+        self._under_way = {future for future in self._under_way if not future.done()}
+        self._under_way.add(pool.submit(self._run, job, deadline))
 
     def take(self) -> list[FinishedJob]:
-        """The transfers that are over since the last call."""
+        """The transfers that have ended since the last call."""
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        self.loads -= sum(one.job.is_load for one in ended)
+        self.loads -= sum(finished.job.is_load for finished in ended)
         return ended
 
     def drain(self) -> None:
-        """Return when nothing touches vLLM's memory; each transfer has a deadline."""
+        """Return when nothing uses vLLM's memory; each transfer has a deadline."""
         wait(self._under_way)
 
     def close(self) -> None:
-        """End what is under way; what has not begun is left out. May be called twice."""
+        """Wait for the transfers that have begun, and drop the others. May be called twice."""
         for pool in (self._storing, self._loading):
             pool.shutdown(cancel_futures=True)
 
-    def _submit(self, pool: ThreadPoolExecutor, what: Any, job: ChunkJob, *more: Any) -> None:
-        self._under_way = {future for future in self._under_way if not future.done()}
-        self._under_way.add(pool.submit(self._run, what, job, *more))
-
-    def _run(self, what: Any, job: ChunkJob, *more: Any) -> None:
+    def _run(self, job: ChunkJob, deadline: float) -> None:
         started = time.monotonic()
+        left_s = deadline - started
         answers: Sequence[Any] = ()
         try:
-            # An error is an outcome like any other: the job has failed, the request is computed.
+            # After an error the job has failed, and vLLM computes the request.
             with suppress(KVDepotError):
-                answers = what(job, *more) if job.keys else ()
+                if job.keys and not job.is_load:
+                    answers = self._depot.put_many(job.keys, job.rows)
+                elif job.keys and left_s > 0:
+                    answers = self._depot.get_many(job.keys, job.rows, timeout_s=left_s)
         finally:
             done = leading(job.chunks, answers)
             nbytes = len(done) * len(job.rows[0]) if done else 0
             self._ended.append(FinishedJob(job, done, nbytes, time.monotonic() - started))
 
-    def _store(self, job: ChunkJob) -> Sequence[Any]:
-        return self.depot.put_many(job.keys, job.rows)
-
-    def _load(self, job: ChunkJob, deadline: float) -> Sequence[Any]:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            return ()
-        return self.depot.get_many(job.keys, job.rows, timeout_s=left_s)
-
 
 def leading(chunks: Sequence[bytes], answers: Sequence[Any]) -> list[bytes]:
-    """Those of each group that come before its first failure: what is behind it is of no use."""
-    broken: set[int] = set()
-    found = []
+    """The chunks of each group before its first failure: those after it are of no use."""
+    failed: set[int] = set()
+    good = []
     for chunk, answer in zip_longest(chunks, answers):
-        if answer and group_of(chunk) not in broken:
-            found.append(chunk)
+        if answer and group_of(chunk) not in failed:
+            good.append(chunk)
         else:
-            broken.add(group_of(chunk))
-    return found
+            failed.add(group_of(chunk))
+    return good
 
 
 def keys_of(
@@ -168,7 +151,7 @@ def keys_of(
     chunks: Sequence[bytes],
     parents: Sequence[bytes | None],
 ) -> list[BlockKey]:
-    """One key for each chunk, in the namespace of its group; none where that is not known."""
+    """The key of each chunk, in the namespace of its group; none if a namespace is not known."""
     if any(group_of(chunk) not in spaces for chunk in chunks):
         return []
     return [

@@ -1,9 +1,9 @@
-"""Connections to one daemon, its memory mapped here, and attaching again after it was gone.
+"""The connections of a client to its daemon, the mapping of its memory, and reconnecting.
 
-All connections of a client end together: when one breaks, an answer is late or makes no sense, or
-the store is closed. The sockets are closed, and with them everything the daemon holds for this
-client is released, only after the last user has left: a call that copies, a lease, a reservation.
-So the daemon never reuses a slot that is still read or written here.
+All connections of a client end together: when one breaks, an answer is late or malformed, or the
+store is closed. The sockets are closed after the last user has left (a call that copies, a lease, a
+reservation). Only then does the daemon release what it holds for this client, so it never reuses a
+slot that is still read or written here.
 """
 
 import fcntl
@@ -14,19 +14,25 @@ import socket
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.core.block import ANSWERS, MISS, GetResult
 from kvdepot.core.clock import Clock
 from kvdepot.core.depot import NamespaceHandle
+from kvdepot.core.keys import Keys
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.namespace import FORMAT_VERSION
-from kvdepot.daemon.wire import messages
-from kvdepot.daemon.wire.frames import Channel, Flag, Frame, FrameKind
+from kvdepot.core.requests import Array
+from kvdepot.daemon.wire import frames
+from kvdepot.daemon.wire.frames import KEYS_MAX, Channel, Flag, Frame, FrameKind
 from kvdepot.daemon.wire.versions import (
     PROTOCOL,
     PROTOCOL_OLDEST,
@@ -35,18 +41,19 @@ from kvdepot.daemon.wire.versions import (
     SpokenVersions,
 )
 from kvdepot.errors import ConfigError, DaemonError, WireError
+from kvdepot.format.record import HEAD_BYTES, PAGE, record_bytes
 from kvdepot.format.record import VERSION as RECORD_VERSION
 from kvdepot.memory.memory import Memory
 
 HELLO_TIMEOUT_S: Final = 2.0
 ROOT: Final = 0
 _LINKS_MAX: Final = 8
-"""Connections of a client; calls beyond them wait for one."""
+"""Most connections of a client; further calls wait for a free one."""
 _WAIT_S: Final = 30.0
 _PAUSE_FIRST_S: Final = 0.05
 _PAUSE_MAX_S: Final = 2.0
 _SHARE: Final = 10
-"""An attempt to attach that took long is followed by a pause this many times as long."""
+"""The pause after a failed attempt to attach, as a multiple of the time that it took."""
 _SERIALS: Final = 1 << 32
 _UNANSWERED: Final = (
     FrameKind.RELEASE,
@@ -56,16 +63,24 @@ _UNANSWERED: Final = (
 )
 _SPOKEN: Final = SpokenVersions(PROTOCOL_OLDEST, PROTOCOL, FORMAT_VERSION, RECORD_VERSION)
 _log: Final = RateLimitedLog("kvdepot.client")
+Answer = TypeVar("Answer")
+AWAY: Final = ANSWERS.index(GetResult(None, "failed"))
+"""The answer for every block while no daemon is connected."""
+CORRUPT: Final = ANSWERS.index(GetResult(None, "corrupt"))
+ABSENT: Final = ANSWERS.index(MISS)
+FROM_DRAM: Final = ANSWERS.index(GetResult("dram"))
+FROM_CXL: Final = ANSWERS.index(GetResult("cxl"))
+Codes = npt.NDArray[np.uint8]
 
 
 class DaemonAwayError(Exception):
-    """The daemon is gone, or does not answer in time. Never leaves this package: a miss instead."""
+    """The daemon has ended or does not answer in time. Calls of this package answer with misses."""
 
 
 class Link:
-    """One connection: a request, and its answers, at a time. For one thread at a time."""
+    """One connection, used by one thread at a time. It carries one request and its answers."""
 
-    def __init__(self, path: str, channel: Channel, welcome: messages.Welcome) -> None:
+    def __init__(self, path: str, channel: Channel, welcome: frames.Welcome) -> None:
         self.welcome = welcome
         self._path = path
         self.waiting = 0
@@ -74,13 +89,13 @@ class Link:
         self._serial = 0
 
     def call(self, kind: FrameKind, body: bytes, limit_s: float, flags: int = 0) -> Frame:
-        """One request and its one answer. ConfigError when the daemon refuses a setting."""
+        """Send a request; return its only answer. ConfigError if the daemon refuses a setting."""
         return self.answer(self.send(kind, body, flags), limit_s)
 
     def send(self, kind: FrameKind, body: bytes = b"", flags: int = 0) -> int:
         """Send a request. Returns its serial, for `answer`.
 
-        DaemonError for one that came after the protocol that was agreed on.
+        DaemonError if the agreed protocol version does not have the request.
         """
         if SINCE.get(kind, 0) > self.welcome.protocol:
             raise self._too_new(kind)
@@ -115,12 +130,12 @@ class Link:
         return frame
 
     def number(self, kind: FrameKind, body: bytes, limit_s: float, flags: int = 0) -> int:
-        """The answer to a request that is answered with a number."""
+        """Send a request and return its answer, a number."""
         frame = expect(self.call(kind, body, limit_s, flags), FrameKind.NUMBER)
-        return messages.Number.parse(frame.body).value
+        return frames.Number.parse(frame.body).value
 
     def text(self, kind: FrameKind, body: bytes, limit_s: float) -> Any:
-        """The answer to a request that is answered with JSON."""
+        """Send a request and return its answer, parsed from JSON."""
         first = self.call(kind, body, limit_s)
         try:
             return json.loads(self._channel.receive_text(first, limit_s))
@@ -149,21 +164,21 @@ def expect(frame: Frame, kind: FrameKind) -> Frame:
 
 
 class Connections:
-    """What one attachment to a daemon consists of. Thread-safe."""
+    """All connections of one attachment to a daemon, and the mapped memory. Thread-safe."""
 
     def __init__(
         self, path: str, call_s: float, count_away: Callable[[], None], daemon_uid: int
     ) -> None:
-        """See `connect` for what it raises."""
+        """Attach to the daemon at `path`. Raises as `connect` does."""
         self.path = path
         self._daemon_uid = daemon_uid
         self.call_s = call_s
-        """How much longer than asked for an answer may take."""
+        """Time that an answer may take beyond the timeout of its request."""
         self.count_away = count_away
-        """A call was answered without the daemon."""
+        """Called for each call that was answered without the daemon."""
         self.count_stored: Callable[[int], None] = lambda blocks: None
-        """So many blocks were put."""
-        link, (*arena_fds, staging_fd) = connect(path, messages.NO_TOKEN, daemon_uid)
+        """Called with the number of blocks that were put."""
+        link, (*arena_fds, staging_fd) = connect(path, frames.NO_TOKEN, daemon_uid)
         self.welcome = link.welcome
         sizes = (self.welcome.arena_bytes, self.welcome.cxl_bytes)
         try:
@@ -192,17 +207,17 @@ class Connections:
         _of_this_process.add(self)
 
     def is_usable(self) -> bool:
-        """Whether calls can be made, as far as is known; not in a child after fork."""
+        """True if calls can be made, as far as is known. False in a forked child."""
         return not self._over and os.getpid() == self.pid and self._home.is_open()
 
     @property
     def over(self) -> bool:
-        """Whether leases and reservations made over these connections are void."""
+        """True if leases and reservations made over these connections are void."""
         return self._over or os.getpid() != self.pid
 
     @contextmanager
     def link(self) -> Iterator[Link]:
-        """A connection for one call. A failure in the midst of a request ends all of them."""
+        """Borrow a connection for one call. An exception during a request ends all connections."""
         self.enter()
         try:
             link = self._borrow()
@@ -231,14 +246,14 @@ class Connections:
             return  # with the connections everything is released
 
     def check_intact(self) -> None:
-        """DaemonAwayError unless the daemon has held until now what it said it would."""
+        """DaemonAwayError unless all connections are open: leased blocks were kept so far."""
         with self._changed:
             links = list(self._links)
         if self._over or not all(link.is_open() for link in links):
             raise DaemonAwayError("the daemon went while its blocks were read")
 
     def enter(self) -> None:
-        """The memory is in use until `leave`."""
+        """Keep the memory mapped and the connections open until `leave`."""
         with self._changed:
             if self.over:
                 raise DaemonAwayError("the connections are over")
@@ -250,16 +265,16 @@ class Connections:
             self._close_if_unused()
 
     def end(self) -> None:
-        """Make no more calls. May be called twice."""
+        """Refuse further calls; close the sockets when nothing uses them. May be called twice."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
             self._close_if_unused()
 
     def forget_in_child(self) -> None:
-        """After fork, in the child: close its copies, so that the parent's end is the end of all.
+        """In a forked child: close its copies of the sockets. The daemon must see the parent end.
 
-        The locks may be held by threads that the child does not have.
+        The lock is replaced: a thread that the child does not have may hold it.
         """
         self._changed = threading.Condition()
         self._over = True
@@ -297,20 +312,20 @@ class Connections:
 
 
 class Reconnector:
-    """The connections to a daemon, made anew after it was gone. Thread-safe.
+    """The connections to a daemon, made again after it was restarted. Thread-safe.
 
-    No thread watches: a call that finds the connections broken attaches anew, if the last attempt
-    was long enough ago; otherwise it is answered at once, as a miss.
+    A call that finds the connections broken attaches again, or is answered as a miss at once if the
+    last attempt was too recent.
     """
 
     def __init__(self, path: str, clock: Clock, call_s: float, daemon_uid: int = ROOT) -> None:
         self.path = path
         self._daemon_uid = daemon_uid
-        """A user whose daemon is trusted, beside this process's own and root."""
+        """A further user whose daemon is trusted; this process's user and root always are."""
         self.call_s = call_s
-        """How much longer than asked for an answer may take."""
+        """Time that an answer may take beyond the timeout of its request."""
         self.reason = ""
-        """Why there is no daemon; empty if there is one."""
+        """Why no daemon is connected, or why it refused a namespace; else empty."""
         self._clock = clock
         self._lock = threading.Lock()
         self._spaces: dict[bytes, NamespaceHandle] = {}
@@ -318,12 +333,12 @@ class Reconnector:
         self._pause_s = _PAUSE_FIRST_S
         self._retry_at = 0.0
         self._unflushed: Counter[bytes] = Counter()
-        """Blocks put to each run of the daemon since the last flush that was true."""
+        """Blocks put to each instance of the daemon since the last complete flush."""
         self._counts = {"attached": 0, "lost": 0, "away": 0}
         _of_this_process.add(self)
 
-    def begin(self) -> messages.Welcome:
-        """Attach for the first time. Raises DaemonError with the reason when that fails."""
+    def begin(self) -> frames.Welcome:
+        """Attach for the first time. Raises DaemonError with the reason if that fails."""
         with self._lock:
             try:
                 self._current = self._attach()
@@ -336,7 +351,7 @@ class Reconnector:
             return self._current.welcome
 
     def connections(self) -> Connections:
-        """Those in force, or new ones. DaemonAwayError when no daemon answers."""
+        """The present connections, or new ones. DaemonAwayError if no daemon answers."""
         with self._lock:
             current = self._current
             if current is not None and current.is_usable():
@@ -345,7 +360,7 @@ class Reconnector:
                 self._current = None
                 self._counts["lost"] += 1
                 current.end()
-                _log.warning("daemon gone, calls are misses until it is back: %s", self.path)
+                _log.warning("daemon lost, calls are misses until it is back: %s", self.path)
             if self._clock.now() < self._retry_at:
                 raise DaemonAwayError(self.reason)
             self._current = self._try_again()
@@ -353,24 +368,38 @@ class Reconnector:
 
     @contextmanager
     def link(self) -> Iterator[tuple[Connections, Link]]:
-        """A connection for one call."""
+        """Borrow a connection for one call."""
         connections = self.connections()
         with connections.link() as link:
             yield connections, link
 
-    def ask(self, kind: FrameKind, call: str, given: Mapping[str, Any], timeout_s: float) -> Any:
-        """A question in JSON, and its answer. DaemonError when no daemon answers."""
-        body = json.dumps({"call": call, "given": given}).encode()
+    def ask(self, call: Callable[[Connections, Link], Answer], away: Answer) -> Answer:
+        """Make a call over one connection. Returns `away` if no daemon is connected."""
+        try:
+            with self.link() as (connections, link):
+                return call(connections, link)
+        except DaemonAwayError:
+            self.count_away()
+            return away
+
+    def call_service(
+        self, service: str, call: str, given: Mapping[str, Any], timeout_s: float
+    ) -> Any:
+        """Call a service in JSON and return its answer. DaemonError if no daemon answers."""
+        body = json.dumps({"service": service, "call": call, "given": given}).encode()
         try:
             with self.link() as (_, link):
-                return link.text(kind, body, timeout_s)
+                return link.text(FrameKind.SERVICE, body, timeout_s)
         except DaemonAwayError as error:
             self.count_away()
             reason = f"the daemon did not answer: {error}"
             raise DaemonError(self.path, reason, hint="see its log") from error
 
     def register(self, space: NamespaceHandle) -> None:
-        """Tell this daemon, if there is one, and every later one of a namespace, or ConfigError."""
+        """Register a namespace with the daemon, and again after each restart of it.
+
+        ConfigError if the daemon refuses it.
+        """
         try:
             with self.link() as (_, link):
                 _register(link, space, self.call_s)
@@ -380,23 +409,23 @@ class Reconnector:
             self._spaces[space.tag] = space
 
     def count_away(self) -> None:
-        """A call was answered without the daemon."""
+        """Count a call that was answered without the daemon."""
         with self._lock:
             self._counts["away"] += 1
 
     def _count_stored(self, instance: bytes, blocks: int) -> None:
-        """This run of the daemon has blocks that were not flushed."""
+        """Count blocks of this instance of the daemon that were not flushed."""
         with self._lock:
             self._unflushed[instance] += blocks
 
     def unflushed(self, connections: Connections) -> tuple[int, int]:
-        """Blocks that this daemon has, and that others before it had, when they went."""
+        """Blocks not flushed: of this instance of the daemon, and of instances that have ended."""
         with self._lock:
             mine = self._unflushed[connections.welcome.instance]
             return mine, self._unflushed.total() - mine
 
     def told(self, connections: Connections, flushed: int) -> None:
-        """The caller knows that so many are durable, and what went with daemons before."""
+        """Count `flushed` blocks as durable, and forget those of instances that have ended."""
         instance = connections.welcome.instance
         with self._lock:
             self._unflushed = Counter({instance: self._unflushed[instance] - flushed})
@@ -417,7 +446,7 @@ class Reconnector:
             connections.end()
 
     def forget_in_child(self) -> None:
-        """After fork, in the child, which attaches by itself when it makes a call."""
+        """Reset the state in a forked child, which attaches with its first call."""
         self._lock = threading.Lock()
         self._current = None
         self._retry_at = 0.0
@@ -469,16 +498,16 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _register(link: Link, space: NamespaceHandle, call_s: float) -> None:
-    description = json.dumps(space.namespace.description(), sort_keys=True).encode()
-    head = messages.Register(space.tag, space.block_bytes, space.chunk_bytes)
+    description = space.namespace.describe()
+    head = frames.Register(space.tag, space.block_bytes, space.chunk_bytes)
     link.number(FrameKind.REGISTER, head.body() + description, call_s)
 
 
 def connect(path: str, token: bytes, daemon_uid: int) -> tuple[Link, list[int]]:
-    """A new connection and, for a new client, the descriptors of the daemon's memory.
+    """Open a connection; for a new client also receive the descriptors of the daemon's memory.
 
-    Nothing is sent before it is known whose daemon it is. DaemonAwayError when no daemon answers,
-    DaemonError when it is one that cannot be used.
+    Checks the daemon's user before anything is sent. DaemonAwayError if no daemon answers,
+    DaemonError if it cannot be used.
     """
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -497,12 +526,12 @@ def connect(path: str, token: bytes, daemon_uid: int) -> tuple[Link, list[int]]:
 
 
 def lock_of(path: Path) -> Path:
-    """The file that the daemon on this socket has locked as long as it lives."""
+    """The file that the daemon on this socket keeps locked while it runs."""
     return path.with_name(path.name + ".lock")
 
 
 def is_served(path: Path) -> bool:
-    """Whether a daemon lives that has this socket, whether it answers or not."""
+    """True if a daemon with this socket is running, even if it does not answer."""
     try:
         lock = os.open(lock_of(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -517,7 +546,7 @@ def is_served(path: Path) -> bool:
 
 
 def _check_trusted(path: str, uid: int, daemon_uid: int) -> None:
-    """DaemonError for the daemon of another user, who could read all that is put there."""
+    """DaemonError for the daemon of an untrusted user, who could read all blocks put to it."""
     if uid in (os.geteuid(), ROOT, daemon_uid):
         return
     try:
@@ -527,13 +556,13 @@ def _check_trusted(path: str, uid: int, daemon_uid: int) -> None:
     raise DaemonError(
         path,
         f"the daemon is run by user {name}, not by user {os.geteuid()} or root",
-        hint=f"if it may see all that is put there: daemon_user={name!r} (--daemon-user {name})",
+        hint=f"to trust this user with all blocks: daemon_user={name!r} (--daemon-user {name})",
     )
 
 
 def _greet(path: str, channel: Channel, token: bytes) -> tuple[Link, list[int]]:
-    hello = messages.Hello(
-        messages.MAGIC,
+    hello = frames.Hello(
+        frames.MAGIC,
         _SPOKEN.oldest,
         _SPOKEN.format,
         _SPOKEN.record,
@@ -544,7 +573,7 @@ def _greet(path: str, channel: Channel, token: bytes) -> tuple[Link, list[int]]:
     channel.send(FrameKind.HELLO, 0, hello.body())
     frame, descriptors = channel.receive_with(HELLO_TIMEOUT_S)
     try:
-        welcome = _welcome(path, frame, len(descriptors), is_new=token == messages.NO_TOKEN)
+        welcome = _welcome(path, frame, len(descriptors), is_new=token == frames.NO_TOKEN)
     except (WireError, DaemonError):
         for fd in descriptors:
             os.close(fd)
@@ -552,14 +581,14 @@ def _greet(path: str, channel: Channel, token: bytes) -> tuple[Link, list[int]]:
     return Link(path, channel, welcome), descriptors
 
 
-def _welcome(path: str, frame: Frame | None, files: int, *, is_new: bool) -> messages.Welcome:
+def _welcome(path: str, frame: Frame | None, files: int, *, is_new: bool) -> frames.Welcome:
     if frame is None:
         raise WireError("the daemon hung up")
     if frame.kind is FrameKind.REFUSED:
         raise _refused(path, frame)
     if frame.kind is not FrameKind.WELCOME:
         raise WireError(f"{frame.kind.name} instead of WELCOME")
-    welcome = messages.Welcome.parse(frame.body)
+    welcome = frames.Welcome.parse(frame.body)
     expected = 0 if not is_new else 3 if welcome.cxl_bytes else 2
     if files != expected:
         raise WireError(f"{files} descriptors instead of {expected}")
@@ -595,3 +624,56 @@ def _json_of(frame: Frame) -> dict[str, Any]:
     except ValueError:
         return {}
     return said if isinstance(said, dict) else {}
+
+
+def batches(keys: Sized) -> Iterator[range]:
+    """Split keys into parts that fit in a frame, as ranges of their indices."""
+    for start in range(0, len(keys), KEYS_MAX):
+        yield range(start, min(start + KEYS_MAX, len(keys)))
+
+
+def answers_of(frame: Frame, count: int) -> tuple[int, Codes]:
+    """Parse a DONE frame: the number of the lease, and an answer for each block."""
+    head, codes = frames.split(frames.Number, expect(frame, FrameKind.DONE).body)
+    if len(codes) != count or (codes and max(codes) >= len(ANSWERS)):
+        raise DaemonAwayError("malformed answers")
+    return head.value, np.frombuffer(codes, np.uint8).copy()
+
+
+def arrivals_of(frame: Frame, count: int) -> tuple[int, Array]:
+    """Parse an ARRIVED frame: the number of the lease if it is the last, and the blocks."""
+    number, rows = frames.table(frame.body, frames.ARRIVAL_DTYPE)
+    if len(rows) and rows["index"].max() >= count:
+        raise DaemonAwayError("a block arrived that was not requested")
+    return number, rows
+
+
+def slots_in(connections: Connections, arrivals: Array, payload_bytes: Array) -> Array:
+    """Addresses of slots. DaemonAwayError for one outside the mapping, from a faulty daemon."""
+    staged = arrivals["staged"] != 0
+    arena, staging = connections.arena, connections.staging
+    room = np.where(staged, staging.nbytes, arena.nbytes)
+    places = arrivals["location"]
+    ends = places + HEAD_BYTES + -(-payload_bytes // PAGE) * PAGE
+    if ((places < 0) | (places % PAGE != 0) | (ends > room)).any():
+        raise DaemonAwayError("a slot outside the memory")
+    found: Array = np.where(staged, staging.address, arena.address) + places
+    return found
+
+
+def address_in(memory: Memory, location: int, payload_bytes: int) -> int:
+    """`slots_in` for one slot."""
+    end = location + record_bytes(payload_bytes)
+    if location < 0 or location % PAGE or end > memory.nbytes:
+        raise DaemonAwayError(f"a slot at {location}, outside the memory")
+    return memory.address + location
+
+
+def payload_in(memory: Memory, location: int, payload_bytes: int) -> memoryview:
+    start = address_in(memory, location, payload_bytes) - memory.address + HEAD_BYTES
+    return memory.view[start : start + payload_bytes]
+
+
+def keys_of(keys: Keys, part: range) -> bytes:
+    """The bytes of a part of the keys, for a frame."""
+    return keys[part.start : part.stop].tobytes()

@@ -1,41 +1,45 @@
 """A lease on blocks of a daemon's store."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvdepot.core.block import BlockKey, GetResult
+from kvdepot.core.block import ANSWERS, BlockKey, GetResult
 from kvdepot.core.depot import Arrival, Lease, Sink
-from kvdepot.daemon.client.connections import Connections, DaemonAwayError, Link, expect
-from kvdepot.daemon.client.get import (
+from kvdepot.core.keys import Keys
+from kvdepot.daemon.client.connections import (
     AWAY,
     CORRUPT,
+    Connections,
+    DaemonAwayError,
+    Link,
     answers_of,
     arrivals_of,
     batches,
+    expect,
     keys_of,
     payload_in,
 )
-from kvdepot.daemon.wire import messages
+from kvdepot.daemon.wire import frames
 from kvdepot.daemon.wire.frames import Flag, Frame, FrameKind
+from kvdepot.depot import Namespaces
 from kvdepot.errors import LeaseError
 from kvdepot.format.record import holds_key
-from kvdepot.format.requests import Namespaces
 
 
 @dataclass(slots=True)
 class LeasedBatch:
-    """As many blocks of a lease as fit in a frame."""
+    """The part of a lease that fits in one frame."""
 
     number: int
-    """What the daemon calls it."""
+    """The daemon's number of it."""
     start: int
     places: Any
-    """Rows of messages.PLACE_DTYPE."""
+    """Rows of frames.PLACE_DTYPE."""
 
     @property
     def stop(self) -> int:
@@ -43,8 +47,9 @@ class LeasedBatch:
 
 
 class RemoteLease(Lease):
-    """When the daemon is gone the lease is over, without an error: nothing is in view, what is to
-    be delivered is a miss, and views that are held stay readable.
+    """A lease that ends without an error when the daemon ends.
+
+    `view` then returns None and `deliver` answers with misses. Views that are held stay readable.
     """
 
     def __init__(
@@ -68,10 +73,10 @@ class RemoteLease(Lease):
         if connections is None or connections.over:
             return None
         part = next(part for part in self._parts if part.start <= position < part.stop)
-        if part.places[position - part.start]["location"] == messages.NOWHERE:
+        if part.places[position - part.start]["location"] == frames.NOWHERE:
             self._look_again(connections, part)
         place = part.places[position - part.start]
-        if place["location"] == messages.NOWHERE:
+        if place["location"] == frames.NOWHERE:
             return None
         where, nbytes = int(place["location"]), int(place["nbytes"])
         return payload_in(connections.arena, where, nbytes).toreadonly()
@@ -82,18 +87,18 @@ class RemoteLease(Lease):
         *,
         start: int = 0,
         stop: int | None = None,
-        beside: bool = False,
+        verify_concurrently: bool = False,
         timeout_s: float | None = None,
     ) -> list[GetResult]:
-        """If the daemon goes meanwhile all answers are false, also those for delivered blocks."""
+        """If the daemon ends during the call, all answers are false, even for delivered blocks."""
         self._check()
         asked = range(len(self.keys))[start:stop]
         blocks = self._namespaces.blocks(self.keys[asked.start : asked.stop])
         sizes = blocks["payload_bytes"].tolist()
-        answers = [AWAY] * len(asked)
+        answers = np.full(len(asked), AWAY, np.uint8)
         connections = self._connections
         if connections is None:
-            return answers
+            return [ANSWERS[AWAY]] * len(asked)
         if timeout_s is None:
             timeout_s = connections.welcome.read_timeout_s
         deadline = time.monotonic() + timeout_s
@@ -120,7 +125,7 @@ class RemoteLease(Lease):
                         continue
                     span = (first - part.start, last - part.start)
                     left_s = max(0.0, deadline - time.monotonic())
-                    body = messages.Deliver(part.number, *span, beside, left_s).body()
+                    body = frames.Deliver(part.number, *span, verify_concurrently, left_s).body()
                     serial = link.send(FrameKind.DELIVER, body)
                     take = partial(hand_over, first=first, count=last - first)
                     frame = _receive(link, serial, left_s + connections.call_s, take)
@@ -129,8 +134,9 @@ class RemoteLease(Lease):
                     connections.check_intact()
         except DaemonAwayError:
             connections.count_away()
-            return [AWAY] * len(asked)
-        return [CORRUPT if at in wrong else answer for at, answer in enumerate(answers)]
+            return [ANSWERS[AWAY]] * len(asked)
+        answers[list(wrong)] = CORRUPT
+        return [ANSWERS[code] for code in answers.tolist()]
 
     def _release(self) -> None:
         if self._connections is not None:
@@ -142,7 +148,7 @@ class RemoteLease(Lease):
     def _look_again(self, connections: Connections, part: LeasedBatch) -> None:
         try:
             with connections.link() as link:
-                body = messages.Number(part.number).body()
+                body = frames.Number(part.number).body()
                 frame = link.call(FrameKind.WHERE, body, connections.call_s)
                 part.places = _places_of(frame, len(part.places))
         except DaemonAwayError:
@@ -154,15 +160,13 @@ class RemoteLease(Lease):
         self._check_open()
 
 
-def lease_blocks(
-    connections: Connections, link: Link, keys: Sequence[BlockKey]
-) -> list[LeasedBatch]:
+def lease_blocks(connections: Connections, link: Link, keys: Keys) -> list[LeasedBatch]:
     found = []
     for part in batches(keys):
         frame = link.call(FrameKind.LEASE, keys_of(keys, part), connections.call_s)
-        number, rows = messages.table(expect(frame, FrameKind.LEASED).body, messages.PLACE_DTYPE)
+        number, rows = frames.table(expect(frame, FrameKind.LEASED).body, frames.PLACE_DTYPE)
         if len(rows) > len(part):
-            raise DaemonAwayError("more blocks than were asked for")
+            raise DaemonAwayError("more blocks than were requested")
         if len(rows):
             found.append(LeasedBatch(number, part.start, rows))
         if len(rows) < len(part):
@@ -171,7 +175,7 @@ def lease_blocks(
 
 
 def _receive(link: Link, serial: int, limit_s: float, take: Callable[[Frame], object]) -> Frame:
-    """Take what arrives, until the frame that ends it."""
+    """Pass ARRIVED frames to `take` until the frame that ends the answer, and return that."""
     try:
         while (frame := link.answer(serial, limit_s)).kind is FrameKind.ARRIVED:
             lent = frame.flags & Flag.LENT
@@ -191,7 +195,7 @@ def _receive(link: Link, serial: int, limit_s: float, take: Callable[[Frame], ob
 
 
 def _places_of(frame: Frame, count: int) -> Any:
-    rows = messages.table(frame.body, messages.PLACE_DTYPE)[1]
+    rows = frames.table(frame.body, frames.PLACE_DTYPE)[1]
     if frame.kind is not FrameKind.LEASED or len(rows) != count:
-        raise DaemonAwayError("places that make no sense")
+        raise DaemonAwayError("malformed places")
     return rows

@@ -1,4 +1,4 @@
-"""Opening the store of a daemon."""
+"""Opens the store of a daemon."""
 
 import pwd
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ def open_remote(
 ) -> RemoteStore:
     """Attach to the daemon at `unix:/path/of/socket`.
 
-    Its settings are the daemon's, but for three that may be given here: `tenants`, as in the
-    configuration; `call_timeout` ("5s"), how much longer than asked for an answer may take
-    before the daemon counts as gone; `daemon_user`, a user's name or number whose daemon is trusted
-    beside this process's own and root. Raises DaemonError when no daemon answers, or one of another
-    version or of another user.
+    The settings are the daemon's, except for three that may be given here: `tenants`, as in the
+    configuration; `call_timeout` ("5s"), the time that an answer may take beyond the timeout of the
+    call before the daemon counts as lost; `daemon_user`, the name or number of a further user whose
+    daemon is trusted (this process's user and root always are). Raises DaemonError if no daemon
+    answers, or one of another version or of an untrusted user.
     """
     path = address.removeprefix(SCHEME)
     if not path:
@@ -41,13 +41,13 @@ def open_remote(
     unknown = [name for name in settings if name != "tenants"]
     if unknown:
         raise ConfigError(unknown[0], "is set where the daemon is started: kvdepot serve --set …")
-    del env  # what it could set is the daemon's
+    del env  # it sets only what the daemon decides
     tenants = load(overrides=settings).tenants
     return RemoteStore(Reconnector(path, SystemClock(), call_s, daemon_uid), tenants)
 
 
 def user_id(user: str | int) -> int:
-    """The number of a user, by name or number; root where none is named."""
+    """The number of a user given by name or number; root if empty."""
     if isinstance(user, int) or user.isdigit():
         return int(user)
     if not user:

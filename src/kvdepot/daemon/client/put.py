@@ -1,5 +1,5 @@
-"""Offloading through the daemon: it reserves slots, this process fills and checksums them, the
-daemon seals them. Or the caller fills the slots itself (`RemoteReservation`).
+"""Puts through the daemon: it reserves slots, this process fills and checksums them, the daemon
+seals them. With a `RemoteReservation` the caller fills the slots.
 """
 
 import time
@@ -12,20 +12,27 @@ import numpy as np
 from kvdepot.core.block import PutResult
 from kvdepot.core.depot import Reservation
 from kvdepot.core.requests import Array, Offer
-from kvdepot.daemon.client.connections import Connections, DaemonAwayError, Link, expect
-from kvdepot.daemon.client.get import address_in, batches, payload_in
-from kvdepot.daemon.wire import messages
+from kvdepot.daemon.client.connections import (
+    Connections,
+    DaemonAwayError,
+    Link,
+    address_in,
+    batches,
+    expect,
+    payload_in,
+)
+from kvdepot.daemon.wire import frames
 from kvdepot.daemon.wire.frames import KEYS_MAX, Flag, Frame, FrameKind
 from kvdepot.errors import LeaseError
-from kvdepot.format.copy_ops import checksum_slot, fill_op, transfers
+from kvdepot.format.copy_ops import checksum_slot, copy_in
 from kvdepot.format.record import fill_producer, fill_tokens, record_sizes
 
 _WAVE_BYTES: Final = 64 << 20
 
 
 class RemotePutter:
-    """Serves `put` over one connection, in waves: the seal of one and the reservation of the next
-    travel together.
+    """Serves `put` over one connection, in waves. The seal of one wave and the reservation of the
+    next are sent together.
     """
 
     def __init__(self, connections: Connections, link: Link, timeout_s: float) -> None:
@@ -36,7 +43,7 @@ class RemotePutter:
         self._sealing: int | None = None
 
     def store(self, offer: Offer, outcomes: list[PutResult]) -> None:
-        """Append an outcome for each block. DaemonAwayError: only those that are there hold."""
+        """Append an outcome for each block. On DaemonAwayError only those appended so far hold."""
         settled: list[PutResult] = []
         while len(outcomes) + len(settled) < len(offer.blocks):
             wave = _wave(offer, len(outcomes) + len(settled))
@@ -47,11 +54,11 @@ class RemotePutter:
         self._sealed(outcomes, settled)
 
     def _reserve(self, blocks: Array) -> int:
-        head = messages.Seconds(max(0.0, self._deadline - time.monotonic()))
+        head = frames.Seconds(max(0.0, self._deadline - time.monotonic()))
         return self._link.send(FrameKind.RESERVE, head.body() + blocks["key"].tobytes())
 
     def _sealed(self, outcomes: list[PutResult], settled: list[PutResult]) -> None:
-        """Wait until the last wave is sealed; its outcomes hold from then on."""
+        """Wait until the last wave is sealed, then append its outcomes."""
         if self._sealing is not None:
             expect(self._link.answer(self._sealing, self._limit_s), FrameKind.NUMBER)
             self._sealing = None
@@ -59,37 +66,32 @@ class RemotePutter:
         settled.clear()
 
     def _fill(self, frame: Frame, wave: Offer) -> list[PutResult]:
-        """Fill the slots that a wave got. Returns the outcomes of those that were tried."""
+        """Fill the slots of a wave. Returns the outcomes of the blocks that the daemon tried."""
         number, answers, slots = _reserved_of(frame, len(wave.blocks))
-        ops = []
-        sizes, chunks, sources = (
-            wave.blocks[name].tolist() for name in ("payload_bytes", "chunk_bytes", "address")
-        )
-        for index, location in slots.items():
-            slot = address_in(self._connections.arena, location, sizes[index])
-            ops.append(fill_op(slot, sources[index], sizes[index], chunks[index]))
-        if ops:
-            transfers(ops)
+        if slots:
+            blocks, arena = wave.blocks[list(slots)], self._connections.arena
+            places = zip(slots.values(), blocks["payload_bytes"].tolist(), strict=True)
+            copy_in(blocks, np.array([address_in(arena, *place) for place in places]))
             flags = _fill_heads(self._connections, wave, slots)
-            body = messages.with_table(number, np.array(list(slots), "<u4"))
+            body = frames.with_table(number, np.array(list(slots), "<u4"))
             self._sealing = self._link.send(FrameKind.SEAL, body, flags)
         return answers
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedBatch:
-    """As many slots of a reservation as fit in a frame."""
+    """The part of a reservation that fits in one frame."""
 
     number: int
-    """What the daemon calls it."""
+    """The daemon's number of it."""
     start: int
     slots: dict[int, int]
-    """Index, counted from `start`, to the slot's place."""
+    """Location of each slot by its index, counted from `start`."""
 
 
 class RemoteReservation(Reservation):
-    """Slots of a daemon's store. When the daemon is gone before `seal`, what was filled is lost:
-    its outcomes become THROTTLED.
+    """Slots of a daemon's store. If the daemon ends before `seal`, the filled blocks are lost and
+    their outcomes become THROTTLED.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class RemoteReservation(Reservation):
                 for batch in self._batches:
                     mine = [at - batch.start for at in chosen if at - batch.start in batch.slots]
                     if mine:
-                        body = messages.with_table(batch.number, np.array(mine, "<u4"))
+                        body = frames.with_table(batch.number, np.array(mine, "<u4"))
                         link.number(FrameKind.SEAL, body, connections.call_s, flags)
             connections.count_stored(len(chosen))
         except DaemonAwayError:
@@ -151,7 +153,7 @@ class RemoteReservation(Reservation):
             return
         for batch in self._batches:
             if any(batch.start + index in self._open for index in batch.slots):
-                self._connections.tell(FrameKind.ABANDON, messages.Number(batch.number).body())
+                self._connections.tell(FrameKind.ABANDON, frames.Number(batch.number).body())
         self._open.clear()
         self._connections.leave()
 
@@ -159,11 +161,13 @@ class RemoteReservation(Reservation):
 def reserve(
     connections: Connections, link: Link, blocks: Array, timeout_s: float
 ) -> tuple[list[PutResult], list[ReservedBatch]]:
-    """Outcomes for all blocks. Where one frame found no room the next is not asked for."""
+    """Reserve slots. Returns an outcome for each block; those after the first frame without room
+    are THROTTLED.
+    """
     outcomes: list[PutResult] = []
     found: list[ReservedBatch] = []
     for part in batches(blocks):
-        body = messages.Seconds(timeout_s if not outcomes else 0.0).body()
+        body = frames.Seconds(timeout_s if not outcomes else 0.0).body()
         body += blocks["key"][part.start : part.stop].tobytes()
         frame = link.call(FrameKind.RESERVE, body, timeout_s + connections.call_s, Flag.PAD)
         number, answers, slots = _reserved_of(expect(frame, FrameKind.RESERVED), len(part))
@@ -195,12 +199,12 @@ def _fill_heads(connections: Connections, offer: Offer, filled: Mapping[int, int
 
 
 def _reserved_of(frame: Frame, count: int) -> tuple[int, list[PutResult], dict[int, int]]:
-    """What RESERVED says: a number, the outcomes, and the slots by index."""
-    number, rows = messages.table(frame.body, messages.SLOT_DTYPE)
+    """Parse a RESERVED frame: its number, the outcomes, and the slots by index."""
+    number, rows = frames.table(frame.body, frames.SLOT_DTYPE)
     codes = rows["outcome"].tolist()
-    if not 0 < len(codes) <= count or max(codes) >= len(messages.PUTS):
-        raise DaemonAwayError("outcomes that make no sense")
-    answers = [messages.PUTS[code] for code in codes]
+    if not 0 < len(codes) <= count or max(codes) >= len(frames.PUTS):
+        raise DaemonAwayError("malformed outcomes")
+    answers = [frames.PUTS[code] for code in codes]
     places = rows["location"].tolist()
     slots = {at: places[at] for at, answer in enumerate(answers) if answer is PutResult.STORED}
     return number, answers, slots

@@ -1,62 +1,66 @@
-"""The store of a daemon, as a program talks to it. Thread-safe.
+"""A depot whose store is in a daemon. Thread-safe.
 
-The answers and the errors for a caller's mistake are those of core.depot.Depot; the docstrings here
-say what is different. While the daemon is gone, nothing is found and nothing is stored, at once or
-within `call_timeout`, and `stats` counts it; when it is back, the next call attaches anew.
+Answers and errors are those of kvdepot.depot.Depot, except where a docstring here says otherwise.
+Without a daemon, calls find and store nothing, return at once or within `call_timeout`, and are
+counted by `stats`. When the daemon is back, the next call attaches again.
 """
 
 import itertools
-import json
-import os
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import numpy as np
 
 from kvdepot.config.settings import TenantConfig
-from kvdepot.core.block import BlockKey, GetResult, PutResult
+from kvdepot.core.block import PutResult
 from kvdepot.core.depot import (
     CLOSE_TIMEOUT_S,
     DURABILITY,
-    CheckReport,
-    Depot,
     Durability,
     FlushReport,
-    Layout,
-    Match,
     NamespaceHandle,
-    checked_deadline,
 )
-from kvdepot.core.first_token import FirstToken
-from kvdepot.core.keys import Keys, TokenIds
-from kvdepot.core.namespace import Namespace
-from kvdepot.core.sessions import by_tag, checked_name, state_of
+from kvdepot.core.keys import Keys, as_keys
+from kvdepot.core.requests import Array, Offer
 from kvdepot.core.volume import TIER_NAMES
-from kvdepot.daemon.client.audits import RemoteAudits
 from kvdepot.daemon.client.connections import (
+    ABSENT,
+    AWAY,
+    CORRUPT,
+    FROM_CXL,
+    FROM_DRAM,
+    Codes,
     Connections,
     DaemonAwayError,
     Link,
     Reconnector,
+    answers_of,
+    arrivals_of,
+    batches,
     expect,
+    keys_of,
+    slots_in,
 )
-from kvdepot.daemon.client.get import AWAY, Getter, batches, keys_of
-from kvdepot.daemon.client.hints import RemoteHint, hint_keys, hint_sessions, tell_session
+from kvdepot.daemon.client.hints import RemoteHint, hint_keys
 from kvdepot.daemon.client.lease import RemoteLease, lease_blocks
 from kvdepot.daemon.client.put import RemotePutter, RemoteReservation, reserve
-from kvdepot.daemon.client.sessions import RemoteSessions
-from kvdepot.daemon.wire import messages
-from kvdepot.daemon.wire.frames import FrameKind
-from kvdepot.daemon.wire.versions import SINCE
+from kvdepot.daemon.client.services import (
+    RemoteAdmin,
+    RemoteAudits,
+    RemoteSessions,
+    RemoteVolumes,
+)
+from kvdepot.daemon.wire import frames
+from kvdepot.daemon.wire.frames import Flag, FrameKind
+from kvdepot.depot import Depot, DepotCalls, DepotDefaults, Namespaces
 from kvdepot.errors import ConfigError, DaemonError, StoreClosedError
-from kvdepot.format.requests import Namespaces, check_block_bytes, checked, make_namespace
+from kvdepot.format.copy_ops import copy_out
+from kvdepot.format.record import keys_at
 
 _LONG_S: Final = 3600.0
-"""For what may take long, and cannot be given up: removals and checks."""
-_CHANGE_S: Final = 30 * 86400.0
-"""To take everything off a drive may take days. A daemon that dies closes the connection."""
-Answer = TypeVar("Answer")
+"""Timeout of removals, which may take long and must not be given up."""
 
 
 class RemoteStore(Depot):
@@ -65,87 +69,36 @@ class RemoteStore(Depot):
     def __init__(self, daemon: Reconnector, tenants: Mapping[str, TenantConfig]) -> None:
         self._daemon = daemon
         self._tenants = tenants
-        self._welcome = daemon.begin()
-        self._namespaces = Namespaces()
         self._closed = False
+        welcome = daemon.begin()
+        super().__init__(
+            DepotCalls(
+                register=self._register,
+                match=self._match,
+                lease=self._lease,
+                read=self._read,
+                put=self._put,
+                reserve=self._reserve,
+                prefetch=self._prefetch,
+                remove=self._remove,
+                flush=self._flush,
+            ),
+            DepotDefaults(
+                welcome.block_tokens, welcome.put_timeout_s, welcome.read_timeout_s, tenants
+            ),
+        )
+        self.sessions = RemoteSessions(daemon, self._check_open, self._namespaces)
+        self.volumes = RemoteVolumes(daemon, self._check_open)
+        self.audits = RemoteAudits(daemon, self._check_open)
+        self.admin = RemoteAdmin(daemon, self._check_open)
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"<kvdepot.RemoteStore, unix:{self._daemon.path}{state}>"
 
-    def namespace(
-        self,
-        *,
-        model: str,
-        layout: Layout,
-        tenant: str = "",
-        secret: bytes | None = None,
-        **fields: Any,
-    ) -> NamespaceHandle:
-        """The daemon keeps its tenants' secrets to itself: for a tenant that has one there, pass
-        `secret`, or name it in this store's own `tenants`.
-        """
-        self._check_open()
-        if secret is None and tenant and tenant not in self._tenants:
-            self._check_no_secret(tenant)
-        fields = {**fields, "tenant": tenant, "secret": secret}
-        block_tokens = self._welcome.block_tokens
-        return self.register(make_namespace(model, layout, block_tokens, self._tenants, fields))
-
-    def register(self, namespace: Namespace) -> NamespaceHandle:
-        self._check_open()
-        check_block_bytes(namespace.layout.block_bytes)
-        self._daemon.register(NamespaceHandle(namespace))
-        return self._namespaces.add(namespace)
-
-    def put_many(
-        self,
-        keys: Sequence[BlockKey],
-        buffers: Sequence[Any],
-        *,
-        timeout_s: float | None = None,
-        token_ids: TokenIds | None = None,
-    ) -> list[PutResult]:
-        """THROTTLED without a daemon."""
-        self._check_open()
-        keys, buffers = list(keys), list(buffers)
-        offer = self._namespaces.offer(keys, buffers, token_ids)
-        limit_s = self._welcome.put_timeout_s if timeout_s is None else timeout_s
-        outcomes: list[PutResult] = []
-        try:
-            with self._daemon.link() as (connections, link):
-                try:
-                    RemotePutter(connections, link, limit_s).store(offer, outcomes)
-                finally:
-                    connections.count_stored(sum(map(bool, outcomes)))
-        except DaemonAwayError:
-            self._daemon.count_away()
-        return outcomes + [PutResult.THROTTLED] * (len(keys) - len(outcomes))
-
-    def reserve(
-        self,
-        keys: Sequence[BlockKey],
-        *,
-        timeout_s: float | None = None,
-        token_ids: TokenIds | None = None,
-    ) -> RemoteReservation:
-        """All THROTTLED without a daemon."""
-        self._check_open()
-        limit_s = self._welcome.put_timeout_s if timeout_s is None else timeout_s
-        offer = self._namespaces.offer(keys, None, token_ids)
-
-        def ask(connections: Connections, link: Link) -> RemoteReservation:
-            outcomes, found = reserve(connections, link, offer.blocks, limit_s)
-            if found:
-                connections.enter()
-            return RemoteReservation(connections if found else None, offer, outcomes, found)
-
-        throttled = [PutResult.THROTTLED] * len(keys)
-        return self._ask(ask, RemoteReservation(None, offer, throttled, []))
-
     @property
     def memory(self) -> tuple[memoryview, ...]:
-        """After the daemon was restarted it is other memory; without one there is none."""
+        """Differs after a restart of the daemon; empty if none is connected."""
         self._check_open()
         try:
             connections = self._daemon.connections()
@@ -153,258 +106,145 @@ class RemoteStore(Depot):
             return ()
         return connections.arena.view, connections.staging.view
 
-    def get_many(
-        self,
-        keys: Sequence[BlockKey],
-        intos: Sequence[Any],
-        *,
-        layers: range | None = None,
-        timeout_s: float | None = None,
-    ) -> list[GetResult]:
-        """Misses without a daemon."""
+    def stats(self) -> dict[str, Any]:
+        """The daemon's statistics; `daemon` describes the daemon and its clients, `client` this
+        client. Without a daemon only `client` is present.
+        """
         self._check_open()
-        keys, intos = list(keys), list(intos)
-        blocks = self._namespaces.targets(keys, intos, layers)
-        limit_s = self._welcome.read_timeout_s if timeout_s is None else timeout_s
-        if not keys:
-            return []
-        away = [AWAY] * len(keys)
-        return self._ask(lambda to, link: Getter(to, link, limit_s).fetch(blocks), away)
+        nothing: dict[str, Any] = {}
+        call_s = self._daemon.call_s
+        found = self._daemon.ask(lambda _, link: link.text(FrameKind.STATS, b"", call_s), nothing)
+        return {**found, "client": self._daemon.describe()}
 
-    def match(self, keys: Sequence[BlockKey]) -> Match:
-        """Empty without a daemon."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
+        if self._closed:
+            return FlushReport(True)
+        report = self._flush(timeout_s, None)
+        self._closed = True
+        self._daemon.end()
+        return report
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("the store is closed")
+
+    def _register(self, space: NamespaceHandle) -> None:
+        """Register a namespace. ConfigError if the tenant has a secret in the daemon and none was given
+        here (`secret`, or the `tenants` of this store): the daemon does not reveal secrets.
+        """
         self._check_open()
-        checked(keys)
+        namespace = space.namespace
+        if not namespace.secret and namespace.tenant and namespace.tenant not in self._tenants:
+            self._check_no_secret(namespace.tenant)
+        self._daemon.register(space)
 
-        def ask(_: Connections, link: Link) -> Match:
+    def _put(self, offer: Offer, timeout_s: float) -> list[PutResult]:
+        """Answers THROTTLED without a daemon."""
+        self._check_open()
+        outcomes: list[PutResult] = []
+        try:
+            with self._daemon.link() as (connections, link):
+                try:
+                    RemotePutter(connections, link, timeout_s).store(offer, outcomes)
+                finally:
+                    connections.count_stored(sum(map(bool, outcomes)))
+        except DaemonAwayError:
+            self._daemon.count_away()
+        return outcomes + [PutResult.THROTTLED] * (len(offer.blocks) - len(outcomes))
+
+    def _reserve(self, offer: Offer, timeout_s: float) -> RemoteReservation:
+        """All outcomes are THROTTLED without a daemon."""
+        self._check_open()
+
+        def ask(connections: Connections, link: Link) -> RemoteReservation:
+            outcomes, found = reserve(connections, link, offer.blocks, timeout_s)
+            if found:
+                connections.enter()
+            return RemoteReservation(connections if found else None, offer, outcomes, found)
+
+        throttled = [PutResult.THROTTLED] * len(offer.blocks)
+        return self._daemon.ask(ask, RemoteReservation(None, offer, throttled, []))
+
+    def _read(self, blocks: Array, timeout_s: float) -> bytes:
+        """Answers with misses without a daemon."""
+        self._check_open()
+        if not len(blocks):
+            return b""
+        away = bytes([AWAY]) * len(blocks)
+        return self._daemon.ask(lambda to, link: Getter(to, link, timeout_s).fetch(blocks), away)
+
+    def _match(self, keys: Keys) -> bytes:
+        """Matches nothing without a daemon."""
+        self._check_open()
+        call_s = self._daemon.call_s
+
+        def ask(_: Connections, link: Link) -> bytes:
             found = b""
             for part in batches(keys):
-                frame = link.call(FrameKind.MATCH, keys_of(keys, part), self._call_s)
+                frame = link.call(FrameKind.MATCH, keys_of(keys, part), call_s)
                 codes = bytes(expect(frame, FrameKind.TIERS).body)
                 if codes and max(codes) >= len(TIER_NAMES):
-                    raise DaemonAwayError("tiers that make no sense")
+                    raise DaemonAwayError("malformed tiers")
                 found += codes
                 if len(codes) < len(part):
                     break
-            return Match.of(found)
+            return found
 
-        return self._ask(ask, Match(()))
+        return self._daemon.ask(ask, b"")
 
-    def lease(self, keys: Sequence[BlockKey]) -> RemoteLease:
-        """Of nothing without a daemon."""
+    def _lease(self, keys: Keys, namespaces: Namespaces) -> RemoteLease:
+        """Returns an empty lease without a daemon."""
         self._check_open()
-        checked(keys)
-        nothing = RemoteLease([], [], None, self._namespaces, self._check_open)
+        nothing = RemoteLease([], [], None, namespaces, self._check_open)
 
         def ask(connections: Connections, link: Link) -> RemoteLease:
             parts = lease_blocks(connections, link, keys)
             if not parts:
                 return nothing
             connections.enter()
-            held = list(keys[: parts[-1].stop])
-            return RemoteLease(held, parts, connections, self._namespaces, self._check_open)
+            held = as_keys(keys[: parts[-1].stop])
+            return RemoteLease(held, parts, connections, namespaces, self._check_open)
 
-        return self._ask(ask, nothing)
+        return self._daemon.ask(ask, nothing)
 
-    def touch(self, keys: Sequence[BlockKey]) -> int:
-        """0 without a daemon."""
+    def _prefetch(self, keys: Keys, deadline_s: float) -> RemoteHint:
+        """Prefetches nothing without a daemon. The hint ends with this client."""
         self._check_open()
-        checked(keys)
-
-        def ask(_: Connections, link: Link) -> int:
-            total = 0
-            for part in batches(keys):
-                total += link.number(FrameKind.TOUCH, keys_of(keys, part), self._call_s)
-                if total < part.stop:
-                    break
-            return total
-
-        return self._ask(ask, 0)
-
-    def session(
-        self,
-        name: str,
-        keys: Sequence[BlockKey] | None = None,
-        state: str = "alive",
-        *,
-        tenant: str = "",
-    ) -> int:
-        """0 without a daemon. The daemon has the names, for all clients of the same namespaces."""
-        self._check_open()
-        session_state, name = state_of(state), checked_name(name)
-        self._namespaces.check(checked(keys or ()))
-        parts: Mapping[bytes, Keys | None]
-        parts = by_tag(keys) if keys else dict.fromkeys(self._namespaces.tags_of(tenant))
-
-        def ask(_: Connections, link: Link) -> int:
-            return sum(
-                tell_session(link, tag, words, name, session_state, self._call_s)
-                for tag, words in parts.items()
-            )
-
-        return self._ask(ask, 0)
-
-    @property
-    def sessions(self) -> RemoteSessions:
-        return RemoteSessions(self._daemon, self._check_open)
-
-    @property
-    def audits(self) -> RemoteAudits:
-        return RemoteAudits(self._daemon, self._check_open)
-
-    def hint(
-        self, keys: Sequence[BlockKey] | str, deadline_s: float, *, tenant: str = ""
-    ) -> RemoteHint:
-        """Brings nothing without a daemon, and no more when this client is gone."""
-        self._check_open()
-        deadline_s = min(checked_deadline(deadline_s), messages.TIMEOUT_S_MAX)
-        if isinstance(keys, str):
-            name, tags = checked_name(keys), self._namespaces.tags_of(tenant)
-        elif keys:
-            self._namespaces.check(checked(keys))
+        limit_s = min(deadline_s, frames.TIMEOUT_S_MAX)
 
         def ask(connections: Connections, link: Link) -> RemoteHint:
-            if isinstance(keys, str):
-                hinted = hint_sessions(link, tags, name, deadline_s, self._call_s)
-            else:
-                hinted = hint_keys(link, keys, deadline_s, self._call_s)
-            return RemoteHint(connections, hinted)
+            return RemoteHint(connections, hint_keys(link, keys, limit_s, self._daemon.call_s))
 
-        return self._ask(ask, RemoteHint(None, []))
+        return self._daemon.ask(ask, RemoteHint(None, []))
 
-    def report_first_token(self, first: FirstToken) -> None:
-        """Lost without a daemon, and with one from before this call; does not wait for it."""
+    def _remove(self, keys: Keys | None, tag: bytes) -> int:
+        """Without a daemon nothing is removed and the result is 0."""
         self._check_open()
-        first.check()
-        try:
-            connections = self._daemon.connections()
-        except DaemonAwayError:
-            self._daemon.count_away()
-            return
-        if connections.welcome.protocol >= SINCE[FrameKind.FIRST_TOKEN]:
-            connections.tell(FrameKind.FIRST_TOKEN, messages.FirstTokenTold.of(first).body())
-
-    def remove(self, keys: BlockKey | Sequence[BlockKey]) -> int:
-        """0 without a daemon, and then nothing is removed."""
-        self._check_open()
-        wanted = checked([keys] if isinstance(keys, bytes) else list(keys))
 
         def ask(_: Connections, link: Link) -> int:
-            parts = (keys_of(wanted, part) for part in batches(wanted))
+            if keys is None:
+                return link.number(FrameKind.REMOVE_NAMESPACE, tag, _LONG_S)
+            parts = (keys_of(keys, part) for part in batches(keys))
             return sum(link.number(FrameKind.REMOVE, part, _LONG_S) for part in parts)
 
-        return self._ask(ask, 0)
+        return self._daemon.ask(ask, 0)
 
-    def remove_tag(self, tag: bytes) -> int:
-        self._check_open()
-        return self._ask(lambda _, link: link.number(FrameKind.REMOVE_NAMESPACE, tag, _LONG_S), 0)
-
-    def set_write_mode(self, tier: str, mode: str) -> None:
-        """For the daemon's user and root; so are the next three.
-
-        They raise DaemonError when no daemon answers: a change that was not made must be known.
-        """
-        self._change("set_write_mode", tier, mode)
-
-    def add_drive(self, tier: str, path: str | os.PathLike[str]) -> None:
-        """A path is seen from here."""
-        self._change("add_drive", tier, os.path.abspath(path))
-
-    def drain_drive(self, tier: str, path: str | os.PathLike[str]) -> int:
-        """Goes on in the daemon if this client ends before."""
-        return self._change("drain_drive", tier, os.path.abspath(path))
-
-    def resize(self, tier: str, capacity: int | str) -> None:
-        self._change("resize", tier, str(capacity))
-
-    def record(self, path: str | os.PathLike[str]) -> None:
-        """The daemon writes the file. For its user and root."""
-        self._change("record", "", os.path.abspath(path))
-
-    def stop_recording(self) -> int:
-        return self._change("stop_recording", "", "")
-
-    def flush(
-        self, timeout_s: float = CLOSE_TIMEOUT_S, *, keys: Sequence[BlockKey] | None = None
-    ) -> FlushReport:
-        """For what all clients have put; false without a daemon, and once after it was restarted:
-        what this one had put to it and not flushed may have gone with it.
+    def _flush(self, timeout_s: float, keys: Keys | None) -> FlushReport:
+        """Flushes the blocks of all clients. The report is false without a daemon, and once after a
+        restart of it if this client had blocks that were not flushed: they may be lost.
         """
         self._check_open()
         if keys is None:
-            return self._flush(timeout_s)
-        wanted = checked(list(keys))
-        parts = [self._flush_keys(wanted, part, timeout_s) for part in batches(wanted)]
+            return self._flush_all(timeout_s)
+        parts = [self._flush_keys(keys, part, timeout_s) for part in batches(keys)]
         return FlushReport.of(itertools.chain(*parts))
 
-    def check(self, *, deep: bool = True) -> CheckReport:
-        """One finding without a daemon."""
-        self._check_open()
-        nowhere = CheckReport()
-        nowhere.add(self._daemon.path, "the daemon does not answer")
-
-        def ask(_: Connections, link: Link) -> CheckReport:
-            said = link.text(FrameKind.CHECK, messages.Number(int(deep)).body(), _LONG_S)
-            report = CheckReport(said["blocks"], said["bytes"])
-            for finding in said["findings"]:
-                report.add(finding["where"], finding["what"])
-            return report
-
-        return self._ask(ask, nowhere)
-
-    def stats(self) -> dict[str, Any]:
-        """For the daemon's store; `daemon` tells of the daemon and its clients,
-        `client` of this one. Without a daemon there is only that.
-        """
-        self._check_open()
-        nothing: dict[str, Any] = {}
-        found = self._ask(lambda _, link: link.text(FrameKind.STATS, b"", self._call_s), nothing)
-        return {**found, "client": self._daemon.describe()}
-
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
-        if self._closed:
-            return FlushReport(True)
-        report = self._flush(timeout_s)
-        self._closed = True
-        self._daemon.end()
-        return report
-
-    @property
-    def _call_s(self) -> float:
-        return self._daemon.call_s
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError("the store is closed")
-
-    def _ask(self, call: Callable[[Connections, Link], Answer], away: Answer) -> Answer:
-        try:
-            with self._daemon.link() as (connections, link):
-                return call(connections, link)
-        except DaemonAwayError:
-            self._daemon.count_away()
-            return away
-
-    def _change(self, call: str, tier: str, value: str) -> int:
-        self._check_open()
-        body = json.dumps({"call": call, "tier": str(tier), "value": value}).encode()
-        try:
-            with self._daemon.link() as (_, link):
-                return link.number(FrameKind.CHANGE, body, _CHANGE_S)
-        except DaemonAwayError as error:
-            self._daemon.count_away()
-            raise DaemonError(
-                self._daemon.path,
-                f"the daemon did not answer: {error}",
-                hint="see what became of it: kvdepot tiers list",
-            ) from error
-
-    def _flush(self, timeout_s: float) -> FlushReport:
+    def _flush_all(self, timeout_s: float) -> FlushReport:
         def ask(connections: Connections, link: Link) -> FlushReport:
             mine, others = self._daemon.unflushed(connections)
-            complete, raw = self._ask_flush(link, timeout_s, b"")
+            complete, raw = _ask_flush(link, timeout_s, b"")
             if len(raw) != 8 * len(DURABILITY):
-                raise DaemonAwayError("counts that make no sense")
+                raise DaemonAwayError("malformed counts")
             totals = np.frombuffer(raw, "<u8").tolist()
             counts = Counter(dict(zip(DURABILITY, totals, strict=True)))
             durable = counts.pop(Durability.DURABLE)
@@ -413,41 +253,116 @@ class RemoteStore(Depot):
             self._daemon.told(connections, mine if report.ok else 0)
             return report
 
-        return self._ask(ask, FlushReport(False))
+        return self._daemon.ask(ask, FlushReport(False))
 
-    def _flush_keys(
-        self, keys: Sequence[BlockKey], part: range, timeout_s: float
-    ) -> list[Durability]:
-        """Of a batch of keys; that no daemon answers counts as a failure."""
+    def _flush_keys(self, keys: Keys, part: range, timeout_s: float) -> list[Durability]:
+        """The durability of each key of a batch; FAILED if no daemon answers."""
 
         def ask(_: Connections, link: Link) -> list[Durability]:
-            codes = self._ask_flush(link, timeout_s, keys_of(keys, part))[1]
+            codes = _ask_flush(link, timeout_s, keys_of(keys, part))[1]
             if len(codes) != len(part) or max(codes, default=0) >= len(DURABILITY):
-                raise DaemonAwayError("answers that make no sense")
+                raise DaemonAwayError("malformed answers")
             return [DURABILITY[code] for code in codes]
 
-        return self._ask(ask, [Durability.DAEMON] * len(part))
-
-    def _ask_flush(self, link: Link, timeout_s: float, keys: bytes) -> tuple[bool, bytes]:
-        body = messages.Seconds(timeout_s).body() + keys
-        frame = link.call(FrameKind.FLUSH, body, timeout_s + CLOSE_TIMEOUT_S)
-        head, rest = messages.split(messages.Flushed, expect(frame, FrameKind.FLUSHED).body)
-        return bool(head.complete), rest
+        return self._daemon.ask(ask, [Durability.DAEMON] * len(part))
 
     def _check_no_secret(self, tenant: str) -> None:
-        """Never make keys without a secret for a tenant that has one."""
+        """Raise unless the daemon says that the tenant has no secret: keys made without it would be
+        the wrong ones.
+        """
         try:
             with self._daemon.link() as (_, link):
-                has_one = link.number(FrameKind.HAS_SECRET, str(tenant).encode(), self._call_s)
+                call_s = self._daemon.call_s
+                has_one = link.number(FrameKind.HAS_SECRET, str(tenant).encode(), call_s)
         except DaemonAwayError as error:
             raise DaemonError(
                 self._daemon.path,
-                f"cannot tell whether tenant {tenant!r} has a secret: {error}",
+                f"cannot find out if tenant {tenant!r} has a secret: {error}",
                 hint='pass secret=…, or secret=b"" for a tenant without one',
             ) from error
         if has_one:
             raise ConfigError(
                 f"tenants.{tenant}",
-                "has a secret, which the daemon keeps to itself",
+                "the tenant has a secret, which the daemon does not reveal",
                 hint="pass secret=…, or tenants={…} to kvdepot.open",
             )
+
+
+def _ask_flush(link: Link, timeout_s: float, keys: bytes) -> tuple[bool, bytes]:
+    body = frames.Seconds(timeout_s).body() + keys
+    frame = link.call(FrameKind.FLUSH, body, timeout_s + CLOSE_TIMEOUT_S)
+    head, rest = frames.split(frames.Flushed, expect(frame, FrameKind.FLUSHED).body)
+    return bool(head.complete), rest
+
+
+class Getter:
+    """Serves `get` over one connection."""
+
+    def __init__(self, connections: Connections, link: Link, timeout_s: float) -> None:
+        self._connections = connections
+        self._link = link
+        self._deadline = time.monotonic() + timeout_s
+
+    def fetch(self, blocks: Array) -> bytes:
+        """Fill the buffers of blocks, rows of BLOCK_DTYPE. Returns an index into ANSWERS for each.
+        After a DaemonAwayError all buffers are undefined.
+        """
+        answers = np.full(len(blocks), AWAY, np.uint8)
+        for span, indices in _by_span(blocks):
+            for part in batches(indices):
+                chosen = indices[part.start : part.stop]
+                answers[chosen] = self._fetch(span, blocks[chosen])
+        return answers.tobytes()
+
+    def _fetch(self, span: tuple[int, int], blocks: Array) -> Codes:
+        answers, damaged = self._ask(span, blocks, again=False)
+        if len(damaged):
+            # The daemon verifies these too: it drops the damaged copy and looks for another.
+            found, lost = self._ask(span, blocks[damaged], again=True)
+            found[lost] = CORRUPT
+            answers[damaged] = found
+        return answers
+
+    def _ask(self, span: tuple[int, int], blocks: Array, *, again: bool) -> tuple[Codes, Array]:
+        """The answers, and which blocks are damaged. `again`: the daemon verifies them too."""
+        left_s = max(0.0, self._deadline - time.monotonic())
+        head = frames.Fetch(*span, again, left_s)
+        serial = self._link.send(FrameKind.FETCH, head.body() + blocks["key"].tobytes())
+        welcome, limit_s = self._connections.welcome, left_s + self._connections.call_s
+        damaged = np.zeros(len(blocks), bool)
+        while (frame := self._link.answer(serial, limit_s)).kind is FrameKind.ARRIVED:
+            number, arrivals = arrivals_of(frame, len(blocks))
+            verify = bool(welcome.verify) and not frame.flags & Flag.VERIFIED
+            damaged[arrivals["index"]] |= ~self._take(arrivals, blocks, verify=verify)
+            if frame.flags & Flag.LAST:
+                answers = np.full(len(blocks), ABSENT, np.uint8)
+                in_dram = arrivals["location"] < welcome.arena_bytes
+                answers[arrivals["index"]] = np.where(in_dram, FROM_DRAM, FROM_CXL)
+                break
+            if frame.flags & Flag.LENT:
+                self._link.follow_up(serial, FrameKind.TAKEN)
+        else:
+            number, answers = answers_of(frame, len(blocks))
+        self._connections.check_intact()
+        if number:
+            self._link.send(FrameKind.RELEASE, frames.Number(number).body())
+        return answers, np.flatnonzero(damaged)
+
+    def _take(self, arrivals: Array, blocks: Array, *, verify: bool) -> Array:
+        """Copy blocks that have arrived. Returns True for those that are intact and have the key."""
+        chosen = blocks[arrivals["index"]]
+        slots = slots_in(self._connections, arrivals, chosen["payload_bytes"])
+        intact = copy_out(chosen, slots, verify=verify)
+        same: Array = (keys_at(slots) == chosen["key"]).all(axis=1)
+        return intact & same
+
+
+def _by_span(blocks: Array) -> Iterator[tuple[tuple[int, int], Array]]:
+    """Group blocks by the wanted range of bytes; (0, 0) stands for the whole payload."""
+    starts, stops = blocks["start"], blocks["stop"]
+    is_whole = stops - starts == blocks["payload_bytes"]
+    if is_whole.any():
+        yield (0, 0), np.flatnonzero(is_whole)
+    parts = zip(starts[~is_whole].tolist(), stops[~is_whole].tolist(), strict=True)
+    for start, stop in sorted(set(parts)):
+        yield (start, stop), np.flatnonzero(~is_whole & (starts == start) & (stops == stop))

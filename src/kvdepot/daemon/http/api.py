@@ -1,4 +1,4 @@
-"""What can be asked over HTTP, and the answers. FastAPI makes /openapi.json from these functions.
+"""The paths of the HTTP interface. FastAPI makes /openapi.json from these functions.
 
 Functions that are not coroutines may block: they run in threads.
 """
@@ -23,12 +23,11 @@ from kvdepot.daemon.http.exposition import CONTENT_TYPE, render
 from kvdepot.daemon.http.guard import IMPORT_PATH, PREFIX_PATH
 from kvdepot.daemon.http.prefixes import longest_prefixes
 from kvdepot.daemon.server.daemon import Daemon
-from kvdepot.daemon.wire.messages import key_words
+from kvdepot.daemon.wire.frames import key_words
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.store.alerts import alerts as alerts_of
 from kvdepot.store.metrics import derived
 from kvdepot.store.sessions.service import SessionService
-from kvdepot.store.sessions.shared_prefixes import PREFIX_ORDERS
 from kvdepot.store.store import Store
 
 _SHOWN: Final = 5
@@ -37,12 +36,12 @@ Answer = dict[str, Any]
 
 
 class NotThereError(KVDepotError):
-    """What a request names does not exist."""
+    """The object that a request names does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The daemon whose store is served, and what the server keeps beside it."""
+    """The daemon whose store is served, and the state of the HTTP server."""
 
     daemon: Daemon
     archives: ArchiveMover
@@ -58,15 +57,15 @@ class Served:
         return self.daemon.store.sessions
 
     def stats(self) -> Answer:
-        """What `stats` answers to a client of the daemon."""
+        """The statistics that a client of the daemon gets."""
         return {**self.store.stats(), "daemon": self.daemon.describe()}
 
     def tags(self, name: str, namespace: str | None) -> list[bytes]:
-        """Namespaces that have a session of that name; NotThereError if there is none."""
+        """Tags of the namespaces that have the session. NotThereError if there is none."""
         found = self.sessions.namespaces_of(name)
         tags = [tag for tag in found if namespace in (None, tag.hex())]
         if not tags:
-            raise NotThereError("session: is not known", hint="GET /api/sessions")
+            raise NotThereError("session: not found", hint="GET /api/sessions")
         return tags
 
     def named(self, said: bodies.SessionName) -> tuple[str, str]:
@@ -90,10 +89,10 @@ async def _need_token(request: Request) -> None:
 
 
 TOKEN: Final = Depends(HTTPBearer(scheme_name="token", auto_error=False))
-"""Says in /openapi.json that a path takes the token. The Guard checks it."""
+"""Declares in /openapi.json that a path takes the token. The Guard checks it."""
 Here = Annotated[Served, Depends(_served)]
 Trusted = Annotated[bool, Depends(_is_trusted)]
-"""Whether the request came with the token."""
+"""True if the request came with the token."""
 Tier = Annotated[str, Path(max_length=32)]
 health = APIRouter()
 router = APIRouter(dependencies=[TOKEN])
@@ -101,16 +100,16 @@ router = APIRouter(dependencies=[TOKEN])
 
 @health.get("/healthz")
 async def healthz() -> Answer:
-    """The daemon runs."""
+    """The daemon is running."""
     return {"ok": True}
 
 
-@health.get("/readyz", responses={503: {"description": "The daemon stops."}})
+@health.get("/readyz", responses={503: {"description": "The daemon is stopping."}})
 async def readyz(here: Here, response: Response) -> Answer:
-    """The daemon takes clients."""
+    """The daemon accepts clients."""
     if here.daemon.is_stopping:
         response.status_code = 503
-        return {"ready": False, "why": "the daemon stops"}
+        return {"ready": False, "why": "the daemon is stopping"}
     return {"ready": True}
 
 
@@ -122,18 +121,17 @@ def metrics(here: Here) -> Response:
 
 @router.get("/api/overview")
 def overview(here: Here, trusted: Trusted) -> Answer:
-    """All that the dashboard shows."""
-    stats, prefixes = here.stats(), here.sessions.shared_prefixes
+    """The data of the dashboard."""
+    stats = here.stats()
     return {
         "stats": stats,
         "derived": derived(stats),
         "alerts": [alert.as_dict() for alert in alerts_of(stats)],
         "events": here.events.latest(),
         "sessions": {
-            order: _hidden(here.sessions.known(order, _SHOWN), here, trusted)
+            order: _hidden(here.sessions.list(order, _SHOWN), here, trusted)
             for order in ("busy", "cold")
         },
-        "prefixes": {order: prefixes(order, _SHOWN) for order in PREFIX_ORDERS},
         "change": here.changes.last.as_dict(),
         "names_hidden": not trusted,
     }
@@ -141,7 +139,7 @@ def overview(here: Here, trusted: Trusted) -> Answer:
 
 @router.get("/api/stats")
 def stats(here: Here) -> Answer:
-    """All that is known of the store."""
+    """The statistics of the store."""
     return here.stats()
 
 
@@ -153,29 +151,23 @@ def tiers(here: Here) -> Answer:
 
 @router.get("/api/sessions")
 def sessions(here: Here, trusted: Trusted, asked: Annotated[bodies.SessionList, Query()]) -> Answer:
-    """Sessions that are remembered. Without the token their names are hidden."""
-    found = here.sessions.known(asked.order, asked.limit)
+    """The known sessions. Without the token their names are hidden."""
+    found = here.sessions.list(asked.order, asked.limit)
     return {"sessions": _hidden(found, here, trusted), "names_hidden": not trusted}
-
-
-@router.get("/api/prefixes")
-def prefixes(here: Here, asked: Annotated[bodies.PrefixList, Query()]) -> Answer:
-    """Prefixes that several sessions begin with: how many, and where their blocks are."""
-    return {"prefixes": here.sessions.shared_prefixes(asked.order, asked.limit)}
 
 
 @router.get("/api/ledger")
 def ledger(here: Here, trusted: Trusted) -> Answer:
-    """Tokens given back and GPU seconds saved, by tenant and session, and what they are worth.
-    Without the token names of sessions are hidden.
+    """Tokens served and GPU seconds saved, by tenant and session, and their value. Without the
+    token, names of sessions are hidden.
     """
-    found = here.sessions.ledger()
+    found = here.store.admin.ledger()
     _hidden(found["sessions"], here, trusted)
     return found
 
 
 def _hidden(listed: list[Answer], here: Served, trusted: bool) -> list[Answer]:
-    """Sessions with names that only tell them apart, for requests without the token."""
+    """Replace the names of sessions by pseudonyms, for requests without the token."""
     for one in listed if not trusted else ():
         said = f"{one['namespace']} {one['name']}".encode()
         digest = hashlib.blake2b(said, key=here.daemon.instance).hexdigest()
@@ -191,7 +183,7 @@ def config(here: Here) -> Answer:
 
 @router.get("/api/alerts")
 def alerts(here: Here) -> Answer:
-    """What is wrong, and what to do."""
+    """The present faults, each with an action."""
     return {"alerts": [alert.as_dict() for alert in alerts_of(here.stats())]}
 
 
@@ -203,50 +195,50 @@ def events(here: Here) -> Answer:
 
 @router.get("/api/change")
 def change(here: Here) -> Answer:
-    """The latest change, and what became of it."""
+    """The latest change and its result."""
     return here.changes.last.as_dict()
 
 
 changes = APIRouter(
     prefix="/api/tiers/{tier}",
     dependencies=[TOKEN],
-    responses={202: {"description": "The change goes on: see GET /api/change."}},
+    responses={202: {"description": "The change is still running: see GET /api/change."}},
 )
 
 
 @changes.post("/drives")
 def add_drive(here: Here, tier: Tier, said: bodies.DriveBody, response: Response) -> Answer:
-    """Use one more drive."""
-    work = lambda: here.store.add_drive(tier, said.path)  # noqa: E731
+    """Add a drive to a tier."""
+    work = lambda: here.store.volumes.add(tier, said.path)  # noqa: E731
     return _change(here, tier, f"add {said.path} to {tier}", work, response)
 
 
 @changes.post("/drain")
 def drain(here: Here, tier: Tier, said: bodies.DriveBody, response: Response) -> Answer:
-    """Move a drive's blocks to the others and use it no more."""
-    work = lambda: here.store.drain_drive(tier, said.path)  # noqa: E731
+    """Move a drive's blocks to the other drives, then remove it from the tier."""
+    work = lambda: here.store.volumes.drain(tier, said.path)  # noqa: E731
     return _change(here, tier, f"drain {said.path} of {tier}", work, response)
 
 
 @changes.put("/capacity")
 def resize(here: Here, tier: Tier, said: bodies.CapacityBody, response: Response) -> Answer:
-    """Give a tier more or less room."""
-    work = lambda: here.store.resize(tier, said.capacity)  # noqa: E731
+    """Change the capacity of a tier."""
+    work = lambda: here.store.volumes.resize(tier, said.capacity)  # noqa: E731
     return _change(here, tier, f"resize {tier} to {said.capacity}", work, response)
 
 
 @changes.put("/write-mode")
 def set_mode(here: Here, tier: Tier, said: bodies.Mode, response: Response) -> Answer:
-    """Change when blocks come to a tier."""
+    """Change the write mode of a tier."""
     mode = said.mode.value
-    work = lambda: here.store.set_write_mode(tier, mode)  # noqa: E731
+    work = lambda: here.store.volumes.set_write_mode(tier, mode)  # noqa: E731
     return _change(here, tier, f"set the write mode of {tier} to {mode}", work, response)
 
 
 def _change(
     here: Served, tier: str, what: str, work: Callable[[], int | None], response: Response
 ) -> Answer:
-    """Begin a change; 202 while it goes on."""
+    """Begin a change. The status is 202 while it is running."""
     known = here.store.stats()["tiers"]
     if tier not in known:
         raise NotThereError(f"{tier}: no such tier", hint=f"this store has {', '.join(known)}")
@@ -260,7 +252,7 @@ def _change(
 
 @router.post("/api/sessions/state")
 def tell_session(here: Here, said: bodies.SessionTold) -> Answer:
-    """Tell what becomes of a session."""
+    """Set the state of a session."""
     state, name = SessionState(state_of(said.state)), said.session
     tags = here.tags(name, said.namespace)
     blocks = sum(here.sessions.update(tag, name, None, state) for tag in tags)
@@ -269,22 +261,19 @@ def tell_session(here: Here, said: bodies.SessionTold) -> Answer:
 
 @router.post("/api/sessions/show")
 def session(here: Here, said: bodies.SessionName) -> Answer:
-    """All that is known of a session."""
+    """The details of a session, one entry for each namespace that has it."""
     name, namespace = here.named(said)
     return {"sessions": here.sessions.show(name, namespace=namespace)}
 
 
 @router.post("/api/sessions/pin")
 def pin(here: Here, said: bodies.PinBody) -> Answer:
-    """Keep a session's blocks until a moment. `kept` is false, with a reason, where that cannot be
-    promised.
-    """
+    """Pin a session's blocks until a time. If that is refused, `kept` is false and has a reason."""
     name, namespace = here.named(said)
     receipt = here.sessions.pin(
         name,
         until_s=said.until_s,
         for_s=said.for_s,
-        through_turn=said.through_turn == "yes",
         namespace=namespace,
     )
     return receipt.as_dict()
@@ -292,30 +281,24 @@ def pin(here: Here, said: bodies.PinBody) -> Answer:
 
 @router.post("/api/sessions/unpin")
 def unpin(here: Here, said: bodies.SessionName) -> Answer:
-    """End a session's contract."""
+    """End a session's pin."""
     name, namespace = here.named(said)
-    return {"contracts_ended": here.sessions.unpin(name, namespace=namespace)}
+    return {"pins_ended": here.sessions.unpin(name, namespace=namespace)}
 
 
-@router.post("/api/sessions/park")
-def park(here: Here, said: bodies.SessionName) -> Answer:
-    """A session pauses: write its blocks to drives, and free their memory."""
+@router.post("/api/sessions/evict-to-disk")
+def evict_to_disk(here: Here, said: bodies.SessionName) -> Answer:
+    """Write a session's blocks to drives, and free their memory."""
     name, namespace = here.named(said)
-    return here.sessions.park(name, namespace=namespace)
+    return here.sessions.evict_to_disk(name, namespace=namespace)
 
 
-@router.post("/api/sessions/warm")
-def warm(here: Here, said: bodies.Warm) -> Answer:
-    """A session comes back soon: bring its blocks to memory."""
+@router.post("/api/sessions/prefetch")
+def prefetch(here: Here, said: bodies.Prefetch) -> Answer:
+    """Bring a session's blocks to memory in the background."""
     name, namespace = here.named(said)
-    return here.sessions.warm(name, said.deadline_s, namespace=namespace)
-
-
-@router.post("/api/sessions/expire")
-def expire(here: Here, said: bodies.SessionName) -> Answer:
-    """A session is over: forget it; its blocks make room first."""
-    name, namespace = here.named(said)
-    return here.sessions.expire(name, namespace=namespace)
+    hint = here.sessions.prefetch(name, said.deadline_s, namespace=namespace)
+    return {"session": name, "resident": hint.resident, "wanted": hint.wanted}
 
 
 @router.get(
@@ -330,7 +313,7 @@ async def export(
     session: Annotated[bodies.Name, Path()],
     asked: Annotated[bodies.ExportQuery, Query()],
 ) -> Response:
-    """A session with its blocks as an archive, streamed. Needs the token."""
+    """Export a session with its blocks as an archive, streamed. Needs the token."""
     if request.state.head_only:
         return Response(media_type=MEDIA)
 
@@ -343,25 +326,25 @@ async def export(
 
 @router.post(IMPORT_PATH, openapi_extra={"requestBody": {"required": True, "content": ARCHIVE}})
 async def import_archive(here: Here, request: Request) -> Answer:
-    """Take in a session from an archive, as far as it is intact: `complete` and `damage` say what
-    was left out.
+    """Import a session from an archive. Blocks before the first damage are imported; `complete` and
+    `damage` report what was left out.
     """
     return await here.archives.upload(request, here.sessions.import_from)
 
 
 @router.post("/api/hints")
 def hint(here: Here, said: bodies.HintBody) -> Answer:
-    """Bring the blocks of a session, of keys, or of a prompt's tokens to memory ahead of need."""
+    """Prefetch the blocks of a session, of keys or of a prompt's tokens into memory."""
     deadline_s = said.deadline_s
-    caller, prefetch = here.store.site_caller, here.store.engine.prefetch
+    caller, prefetch = here.store.routing.caller, here.store.engine.prefetch
     if sum(one is not None for one in (said.session, said.keys, said.tokens)) != 1:
-        raise ConfigError("hint", "give either a session or keys or tokens")
+        raise ConfigError("hint", "give one of session, keys and tokens")
     if said.keys is not None:
         words = key_words(b"".join(bytes.fromhex(key) for key in said.keys))
         hints = [prefetch(caller, [words], deadline_s)]
     elif said.tokens is not None:
-        prompts = here.store.keys_of_tokens(said.tokens, said.model or "")
-        hints = [here.store.hint_described(prompt, deadline_s) for prompt in prompts]
+        prompts = here.store.routing.keys_of_tokens(said.tokens, said.model or "")
+        hints = [here.store.routing.prefetch(prompt, deadline_s) for prompt in prompts]
     else:
         name = str(said.session)
         tags = here.tags(name, said.namespace)
@@ -372,7 +355,7 @@ def hint(here: Here, said: bodies.HintBody) -> Answer:
 
 @router.post(PREFIX_PATH)
 def prefix(here: Here, said: bodies.PrefixQuestion) -> Answer:
-    """The longest prefix of a prompt that is here, by tier, and how long it would take to load.
-    Changes nothing.
+    """The longest stored prefix of a prompt, by tier, and the expected time to load it. Does not
+    count as a use.
     """
     return longest_prefixes(here.store, said)

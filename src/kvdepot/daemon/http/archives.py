@@ -1,7 +1,7 @@
-"""Sessions as archives over HTTP: sent block by block, and read as they come.
+"""Exports and imports of session archives over HTTP, block by block.
 
-Neither is ever whole in memory. Few are moved at a time, and a peer that stops for too long is
-given up: of an import that stays which came whole before.
+An archive is never whole in memory. Few are moved at a time. A transfer ends if the peer stalls too
+long; the whole blocks that an import has received by then are kept.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ from kvdepot.errors import KVDepotError
 
 ARCHIVE_BYTES_MAX: Final = 64 << 30
 ARCHIVES_MAX: Final = 2
-"""That are moved at the same time."""
+"""Most archives moved at the same time."""
 STALL_S: Final = 60.0
 MEDIA: Final = "application/octet-stream"
 ARCHIVE: Final[dict[str, Any]] = {MEDIA: {"schema": {"type": "string", "format": "binary"}}}
-"""An archive, for /openapi.json."""
+"""The content of an archive, for /openapi.json."""
 _JOINED_BYTES: Final = 1 << 20
-"""Small pieces are sent together up to here."""
+"""Small pieces are sent together, up to this many bytes."""
 _log: Final = logging.getLogger("kvdepot.http")
 
 
 class ArchiveTooLargeError(Exception):
-    """More bytes came than an archive may have."""
+    """The request has more bytes than an archive may have."""
 
 
 class UploadedArchive:
-    """The body of a request as a thread reads it, while the loop receives it."""
+    """The body of a request, received by the event loop and read by another thread."""
 
     def __init__(
         self, body: AsyncIterator[bytes], bytes_max: int, loop: asyncio.AbstractEventLoop
@@ -64,13 +64,15 @@ class UploadedArchive:
         return done
 
     def end(self) -> None:
-        """The request is over: nothing more comes."""
+        """The request has ended: wake the reading thread."""
         self._ended = True
         if self._waiting is not None:
             self._waiting.cancel()
 
     def _fill(self) -> bool:
-        """Whether there is something to read. A peer that stops or goes is the end."""
+        """Wait for the next bytes. False at the end of the body, or if the peer stalls or
+        disconnects.
+        """
         while not self._chunk and not self._ended:
             self._waiting = asyncio.run_coroutine_threadsafe(self._next(), self._loop)
             try:
@@ -92,7 +94,7 @@ class UploadedArchive:
 
 
 class ArchiveDownload(StreamingResponse):
-    """An archive on its way out. One that cannot be ended is cut, which HTTP lets the peer see."""
+    """The response with an archive. After an error it is cut off, which the peer can detect."""
 
     def __init__(self, content: AsyncIterator[bytes], over: Callable[[], None]) -> None:
         headers = {"content-disposition": 'attachment; filename="session.kvsession"'}
@@ -113,7 +115,7 @@ class ArchiveDownload(StreamingResponse):
 
 
 class ArchiveMover:
-    """Moves archives for one server. For the thread of its loop."""
+    """Moves archives for one server. Used by the thread of its event loop."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -124,7 +126,9 @@ class ArchiveMover:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def begin(self) -> None:
-        """Take one of the places; `over` gives it back."""
+        """Take one of the ARCHIVES_MAX places; `over` gives it back.
+        HTTPException if none is free.
+        """
         if self._moving >= ARCHIVES_MAX:
             raise HTTPException(
                 429, f"{ARCHIVES_MAX} archives are being moved", {"retry-after": "5"}
@@ -135,7 +139,7 @@ class ArchiveMover:
         self._moving -= 1
 
     async def download(self, begin: Callable[[], Iterator[bytes | memoryview]]) -> ArchiveDownload:
-        """`begin` says what is wrong before anything is sent."""
+        """Send the pieces of an archive. Errors of `begin` are raised before anything is sent."""
         self.begin()
         try:
             pieces = await self._call(begin)
@@ -173,7 +177,7 @@ class ArchiveMover:
 
 
 def _joined(pieces: Iterator[bytes | memoryview]) -> bytes:
-    """The next pieces, together about so many bytes; empty at the end."""
+    """The next pieces joined to about _JOINED_BYTES; empty at the end."""
     parts, size = [], 0
     for piece in pieces:
         parts.append(bytes(piece))

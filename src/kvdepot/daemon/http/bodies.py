@@ -1,4 +1,4 @@
-"""What a request may say: the fields of bodies and queries, and their limits.
+"""The fields of request bodies and queries, and their limits.
 
 FastAPI checks requests against these classes and describes them in /openapi.json.
 """
@@ -41,7 +41,9 @@ Tokens = Annotated[
 
 
 class Body(BaseModel):
-    """A JSON object without other fields. Text is not taken for a number, nor a number for text."""
+    """A JSON object. Unknown fields, and text in place of a number or a number
+    of text, are errors.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -53,30 +55,30 @@ class DriveBody(Body):
 
 
 class CapacityBody(Body):
-    """The room of a tier."""
+    """The capacity of a tier."""
 
     capacity: Annotated[Name, StringConstraints(max_length=32)] = Field(
-        description="of all its drives, as 100TiB"
+        description="of all its drives together, such as 100TiB"
     )
 
 
 class Mode(Body):
-    """When blocks come to a tier."""
+    """The write mode of a tier: when blocks are written to it."""
 
     mode: Annotated[WriteMode, Field(strict=False)]
 
 
 class SessionName(Body):
-    """A session."""
+    """A session by its name."""
 
     session: Name
     namespace: Tag | None = Field(
-        None, description="left out, all namespaces that have a session of that name"
+        None, description="default: all namespaces that have a session of that name"
     )
 
 
 class SessionTold(SessionName):
-    """What becomes of a session."""
+    """The new state of a session."""
 
     state: Literal["alive", "pending", "closed"] = Field(
         description="closed: it will not come back"
@@ -84,25 +86,22 @@ class SessionTold(SessionName):
 
 
 class PinBody(SessionName):
-    """Until when a session's blocks are kept; without an end for a week."""
+    """The end or the duration of a pin; default: one week."""
 
     until_s: Annotated[float, Field(ge=0, le=1e11)] | None = Field(
         None, description="seconds since 1970"
     )
     for_s: Annotated[float, Field(ge=0, le=1e9)] | None = None
-    through_turn: Literal["yes", "no"] = Field(
-        "no", description="yes: only until its next turn, if that comes before"
-    )
 
 
-class Warm(SessionName):
-    """When a session comes back."""
+class Prefetch(SessionName):
+    """A session to prefetch, and the time until its blocks are needed."""
 
     deadline_s: HintSeconds = 10.0
 
 
 class HintBody(Body):
-    """Blocks that will be wanted: those of a session, of keys, or of a prompt's tokens."""
+    """Blocks that will be needed: those of a session, of keys, or of a prompt's tokens."""
 
     session: Name | None = None
     namespace: Tag | None = None
@@ -110,42 +109,35 @@ class HintBody(Body):
         None, description="keys of one prompt, head first"
     )
     tokens: Tokens | None = None
-    model: ModelName | None = Field(None, description="of the tokens; left out, every model")
-    deadline_s: HintSeconds = Field(description="seconds until they will be wanted")
+    model: ModelName | None = Field(None, description="model of the tokens; default: every model")
+    deadline_s: HintSeconds = Field(description="seconds until they are needed")
 
 
 class PrefixQuestion(Body):
-    """The tokens of a prompt, and which namespaces are meant."""
+    """The tokens of a prompt, and the namespaces to search."""
 
     token_ids: Tokens
-    model: Name | None = Field(None, description="of this model only")
-    tenant: Name | None = Field(None, description="blocks of this tenant")
+    model: Name | None = Field(None, description="search this model only")
+    tenant: Name | None = Field(None, description="search blocks of this tenant")
     namespace: Tag | None = Field(
-        None, description="of this namespace only, whatever its model and tenant"
+        None, description="search this namespace only; model and tenant are ignored"
     )
 
 
 class Query(BaseModel):
-    """A query without other fields."""
+    """A query. Unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class SessionList(Query):
-    """Which sessions come first, and how many."""
+    """The order of the sessions, and the number of them."""
 
     order: Literal["busy", "cold", "recent"] = "recent"
     limit: Limit = 100
 
 
-class PrefixList(Query):
-    """Which prefixes come first, and how many."""
-
-    order: Literal["busy", "cold"] = "busy"
-    limit: Limit = 100
-
-
 class ExportQuery(Query):
-    """Which of several sessions of one name."""
+    """The namespace, if several have a session of the name."""
 
     namespace: Tag | None = None

@@ -1,7 +1,7 @@
-"""Changes of a store that were asked for over HTTP: one at a time, in a thread of its own.
+"""Changes of a store requested over HTTP: one at a time, in a thread of its own.
 
-A drain may take hours. The answer comes when the change is done, or after a short while with the
-change still running; `last` tells how it goes on.
+A drain may take hours. The answer is sent when the change is done, or after a short time while it
+is still running; `last` has its state.
 """
 
 import threading
@@ -15,19 +15,19 @@ _WAIT_S: Final = 2.0
 
 
 class ChangeRunningError(KVDepotError):
-    """Another change is under way."""
+    """Another change is running."""
 
 
 @dataclass(slots=True)
 class StoreChange:
-    """One change, and what became of it."""
+    """One change and its result."""
 
     number: int
     what: str
     state: str = "running"
     """running, done or failed."""
     result: int | None = None
-    """What the change returned: of a drain, how many blocks were moved."""
+    """The return value of the change; for a drain the number of moved blocks."""
     error: str = ""
     hint: str = ""
 
@@ -48,11 +48,13 @@ class ChangeRunner:
         return self._last
 
     def run(self, what: str, work: Callable[[], int | None]) -> StoreChange:
-        """Start a change, and wait for it for a short while."""
+        """Start a change and wait a short time for its end. ChangeRunningError
+        if one is running.
+        """
         with self._lock:
             if self._last.state == "running":
                 raise ChangeRunningError(
-                    f"another change is under way: {self._last.what}", hint="GET /api/change"
+                    f"another change is running: {self._last.what}", hint="GET /api/change"
                 )
             change = self._last = StoreChange(self._last.number + 1, what)
         thread = threading.Thread(

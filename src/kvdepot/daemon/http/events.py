@@ -10,7 +10,7 @@ _LENGTH_MAX: Final = 500
 
 
 class RecentEvents(logging.Handler):
-    """Keeps what the daemon logs while it is attached: `attach` to `detach`."""
+    """Keeps the latest log lines between `attach` and `detach`."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -29,7 +29,7 @@ class RecentEvents(logging.Handler):
         logging.getLogger("kvdepot").removeHandler(self)
 
     def latest(self) -> list[dict[str, Any]]:
-        """The newest first, with how long ago they were."""
+        """The lines, newest first, with their age in seconds."""
         now = time.time()
         lines = reversed(list(self._lines))
         return [{**line, "ago_s": round(max(0.0, now - line["at_s"]), 1)} for line in lines]

@@ -28,7 +28,7 @@ _FAMILIES: Final[
 
 
 class StatsCollector(Collector):
-    """The metrics of one answer to `stats`."""
+    """The metrics of one result of `stats`."""
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
@@ -53,5 +53,5 @@ def _buckets(counts: list[int]) -> list[tuple[str, float]]:
 
 
 def render(stats: Stats) -> str:
-    """The Prometheus text of what `stats` has answered."""
+    """Render a result of `stats` as Prometheus text."""
     return generate_latest(StatsCollector(stats)).decode()

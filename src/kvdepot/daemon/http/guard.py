@@ -1,10 +1,10 @@
-"""What every HTTP request has to pass: where it came for, how many there are, who sends it.
+"""Checks every HTTP request: its host name, the request rate, and its token.
 
-Without a token the server listens on the loopback address only, and everyone on the machine may
-read; nothing can be changed, and names of sessions are hidden. With a token all but the page itself
-and the health checks need it. A request for another host name is refused: it comes from a page of
-another site that has pointed its name here. Bodies are JSON of a bounded size; only archives of
-sessions may be larger.
+Without a token file the server listens on the loopback address only. Everyone on the machine may
+read, but nothing can be changed and names of sessions are hidden. With one, all requests need the
+token, except for the page itself and the health checks. A request for another host name is refused:
+it comes from a web page whose site has pointed its name here (DNS rebinding). Bodies are JSON of a
+bounded size; only archives of sessions may be larger.
 """
 
 import hmac
@@ -20,14 +20,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY_BYTES_MAX: Final = 1 << 20
 RATE: Final = 50.0
-"""Requests a second, all senders together; for a moment twice as many."""
+"""Requests per second of all senders together; bursts may have twice as many."""
 OPEN: Final = frozenset({"/", "/dashboard.css", "/dashboard.js", "/healthz", "/readyz"})
-"""Paths that need no token: they tell nothing of the store."""
+"""Paths that need no token: they reveal nothing about the store."""
 UNCOUNTED: Final = frozenset({"/healthz", "/readyz"})
 IMPORT_PATH: Final = "/api/sessions/import"
-"""Takes an archive: its size is limited by the ArchiveMover."""
+"""Accepts archives; the ArchiveMover limits their size."""
 PREFIX_PATH: Final = "/api/prefix"
-"""Routers ask here for every request: with the token as often as they like."""
+"""Routers call this for every prompt: with the token there is no rate limit."""
 HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
@@ -41,17 +41,17 @@ HEADERS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AccessRules:
-    """Who may do what."""
+    """The token and the host names that requests must have."""
 
     token: bytes = b""
-    """Empty: everyone may read, and change nothing."""
+    """If empty, everyone may read and nobody may change anything."""
     hosts: frozenset[str] = frozenset()
-    """Names that the server may be called by; empty: any."""
+    """Accepted host names; if empty, any."""
     rate: float = RATE
 
 
 class RateLimit:
-    """A bucket of requests, filled at a constant rate. For one thread."""
+    """A token bucket of requests. For one thread."""
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float]) -> None:
         self._rate, self._burst, self._clock = rate, burst, clock
@@ -68,8 +68,8 @@ class RateLimit:
 
 
 class Guard:
-    """ASGI middleware. `scope["state"]` tells the rest whether the token was right (`trusted`), and
-    whether only the head of the answer is wanted (`head_only`).
+    """ASGI middleware. Sets `trusted` in `scope["state"]` if the token is right, and `head_only` if
+    only the head of the answer is wanted.
     """
 
     def __init__(
@@ -104,15 +104,15 @@ class Guard:
         await self._app(scope, receive, send_safely)
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
-        """Why a request is not served; None: it is."""
+        """Returns the answer to a request that is refused; None if it is served."""
         path = scope["path"]
         trusted = self._is_trusted(headers)
         counted = path not in UNCOUNTED and not (trusted and path == PREFIX_PATH)
         if counted and not self._limit.allows():
-            return refusal(429, "too many requests", "ask less often", {"retry-after": "1"})
+            return refusal(429, "too many requests", "send fewer requests", {"retry-after": "1"})
         host = _host_of(headers.get("host", ""))
         if self._rules.hosts and host not in self._rules.hosts:
-            return refusal(421, f"this is not {host[:100]!r}", "use the address it listens on")
+            return refusal(421, f"unknown host {host[:100]!r}", "use the address it listens on")
         scope.setdefault("state", {})["trusted"] = trusted
         if scope["method"] in ("GET", "HEAD"):
             if self._rules.token and not trusted and path not in OPEN:
@@ -145,7 +145,7 @@ def _unknown() -> JSONResponse:
 
 
 def _refused_body(path: str, headers: Headers) -> JSONResponse | None:
-    """Why the body of a request is not read; None: it is."""
+    """Returns the answer to a request whose body is refused; None if it is read."""
     media = "application/octet-stream" if path == IMPORT_PATH else "application/json"
     if headers.get("content-type", "").partition(";")[0].strip() != media:
         return refusal(415, f"the body must be {media}")
@@ -153,7 +153,7 @@ def _refused_body(path: str, headers: Headers) -> JSONResponse | None:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """Ends a request whose body has more than BODY_BYTES_MAX with 413."""
+    """Wraps `receive` to end a request with 413 if its body has more than BODY_BYTES_MAX."""
     left = BODY_BYTES_MAX
 
     async def counted() -> Message:

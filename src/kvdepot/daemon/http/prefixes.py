@@ -1,4 +1,4 @@
-"""Which prefix of a prompt a store has, for routers that ask before they place a request."""
+"""Finds the stored prefixes of a prompt, for routers that choose a node for a request."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from kvdepot.store.store import Store
 
 
 def longest_prefixes(store: Store, question: PrefixQuestion) -> dict[str, Any]:
-    """The longest prefix held, and that of each namespace that is meant, the longest first."""
-    spaces = [space for space in store.described_namespaces() if _is_meant(question, space)]
+    """The longest stored prefix in tokens, and that of each matching namespace, longest first."""
+    spaces = [space for space in store.routing.namespaces() if _is_meant(question, space)]
     rows = [_row(store, space, question.token_ids) for space in spaces]
     rows.sort(key=lambda row: -int(row["tokens"]))
     return {"tokens": rows[0]["tokens"] if rows else 0, "namespaces": rows}
 
 
 def _is_meant(question: PrefixQuestion, space: Namespace) -> bool:
-    """Of the shards of a model the first one answers for all."""
+    """True if a namespace matches the question. The first shard of a model stands for all."""
     if question.namespace is not None:
         return space.tag.hex() == question.namespace
     same = question.model is None or space.model == question.model
@@ -28,9 +28,9 @@ def _is_meant(question: PrefixQuestion, space: Namespace) -> bool:
 
 def _row(store: Store, space: Namespace, token_ids: Sequence[int]) -> dict[str, Any]:
     size, nbytes = space.block_tokens, space.layout.block_bytes
-    found: Match = store.peek(space.keys(token_ids))
+    found: Match = store.routing.match(space.keys(token_ids))
     blocks = Counter(found.tiers)
-    seconds = store.expected_s({tier: nbytes * count for tier, count in blocks.items()})
+    seconds = store.routing.expected_s({tier: nbytes * count for tier, count in blocks.items()})
     return {
         "namespace": space.tag.hex(),
         "model": space.model,

@@ -1,4 +1,4 @@
-"""The HTTP server of a daemon: one thread with an event loop, and two for what may block."""
+"""The HTTP server of a daemon: a thread with an event loop, and two for calls that may block."""
 
 import ipaddress
 import logging
@@ -33,9 +33,9 @@ _TOKEN_BYTES_MIN: Final = 16
 _CONNECTIONS_MAX: Final = 64
 _STOP_S: Final = 5.0
 _THREADS: Final = 2
-"""Threads for calls that may block, beside those of archives."""
+"""Threads for calls that may block, except for those of archives."""
 _NAME_SHOWN: Final = 100
-"""Characters of a field's name in an error: the name may be the sender's own."""
+"""Most characters of a field's name in an error: the sender may have chosen it."""
 _HERE: Final = "kvdepot.daemon.http"
 _PAGE: Final[dict[str, tuple[str, list[tuple[str, str]]]]] = {
     "/": ("text/html; charset=utf-8", [(_HERE, "page/index.html")]),
@@ -51,7 +51,7 @@ _log: Final = logging.getLogger("kvdepot.http")
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """Where to listen, and who may ask."""
+    """Address, TLS files and access token of the HTTP server."""
 
     host: str
     port: int
@@ -60,7 +60,7 @@ class HttpSettings:
     key_file: Path | None = None
     requests_per_s: float = RATE
     archive_bytes_max: int = ARCHIVE_BYTES_MAX
-    """Of a session that is imported."""
+    """Largest archive that can be imported."""
 
     @property
     def is_loopback(self) -> bool:
@@ -72,13 +72,13 @@ class HttpSettings:
             return False
 
     def token(self) -> bytes:
-        """The token in the file; empty where there is no file. ConfigError: it cannot be used."""
+        """Read the token; empty without a token file. ConfigError if it cannot be used."""
         if self.token_file is None:
             if self.is_loopback:
                 return b""
             raise ConfigError(
                 "--http",
-                f"{self.host} can be reached from other machines, and there is no token",
+                f"{self.host} can be reached from other machines, which needs a token",
                 hint="give --http-token-file FILE, or listen on 127.0.0.1",
             )
         try:
@@ -95,16 +95,16 @@ class HttpSettings:
         return found
 
     def check(self) -> None:
-        """Raise ConfigError where it cannot work."""
+        """Raise ConfigError if the settings cannot be used."""
         self.token()
         if (self.cert_file is None) != (self.key_file is None):
-            raise ConfigError("--http-cert", "a certificate and its key go together")
+            raise ConfigError("--http-cert", "needs both --http-cert and --http-key")
         for name, path in (("--http-cert", self.cert_file), ("--http-key", self.key_file)):
             if path is not None and not path.is_file():
                 raise ConfigError(name, f"{path} is not a file")
 
     def listen(self) -> socket.socket:
-        """A socket that listens there. ConfigError: the address cannot be used."""
+        """Open a listening socket. ConfigError if the address cannot be used."""
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -121,7 +121,7 @@ class HttpSettings:
             raise ConfigError(
                 "--http",
                 f"cannot listen on {self.host} port {self.port}: {error.strerror or error}",
-                hint="another port, or port 0 for any that is free",
+                hint="choose another port, or port 0 for any free one",
             ) from error
         return opened
 
@@ -166,13 +166,13 @@ class HttpService:
         self._thread = threading.Thread(target=self._run, name="kvdepot-http", daemon=True)
 
     def start(self) -> None:
-        """Serve from now on, in a thread."""
+        """Start the thread of the server. Does not block."""
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         self._served.events.attach()
         self._thread.start()
 
     def stop(self) -> None:
-        """Serve no more."""
+        """Stop the server. Blocks until its thread has ended, _STOP_S at most."""
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
@@ -185,14 +185,28 @@ class HttpService:
 
 
 class Refusal(BaseModel):
-    """Why a request was not served, and what to do."""
+    """The error of a refused request, and a hint."""
 
     error: str
     hint: str = ""
 
 
+def described() -> dict[str, Any]:
+    """The OpenAPI description that `/openapi.json` returns."""
+    return _app().openapi()
+
+
 def make_app(served: api.Served) -> FastAPI:
-    """The paths and the errors, without the Guard."""
+    """Make the application: paths and error handlers, without the Guard."""
+    app = _app()
+    app.state.served = served
+    for path, (media, files) in _PAGE.items():
+        parts = [resources.files(at).joinpath(name).read_bytes() for at, name in files]
+        app.router.routes.append(Route(path, _static(b"".join(parts), media)))
+    return app
+
+
+def _app() -> FastAPI:
     app = FastAPI(
         title="kvdepot",
         version=kvdepot.__version__,
@@ -209,10 +223,6 @@ def make_app(served: api.Served) -> FastAPI:
             OSError: _failed,
         },
     )
-    app.state.served = served
-    for path, (media, files) in _PAGE.items():
-        parts = [resources.files(at).joinpath(name).read_bytes() for at, name in files]
-        app.router.routes.append(Route(path, _static(b"".join(parts), media)))
     for router in (api.health, api.router, api.changes):
         app.include_router(router)
     return app
@@ -237,7 +247,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _malformed(_: Request, error: Exception) -> Response:
-    """Names the first field that is wrong, and not what was sent."""
+    """Names the first invalid field, but not its value."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"][1:]))[:_NAME_SHOWN] or str(first["loc"][0])
@@ -249,7 +259,7 @@ async def _failed(_: Request, error: Exception) -> Response:
         _log.error("a bug in kvdepot: %s", error)
         return refusal(500, "a bug in kvdepot: see the daemon's log")
     if isinstance(error, StoreClosedError):
-        return refusal(503, "the daemon stops")
+        return refusal(503, "the daemon is stopping")
     if isinstance(error, api.NotThereError):
         return refusal(404, str(error), error.hint)
     if isinstance(error, ChangeRunningError):

@@ -1,9 +1,8 @@
-"""What one client holds and may hold: leases, slots, hints; from its first connection to its last.
+"""The leases, slots and hints of one client, and their limits, from first to last connection.
 
-The connections of a session live and die together: when one ends, for whatever reason, the daemon
-hangs up on the others, and when the last is gone everything is given back. A client that was killed
-ends like any other, since the kernel closes its sockets; where a child of it has them too, the
-daemon sees the process itself end.
+The connections of a client end together: when one ends, the daemon shuts the others down, and when
+the last is closed all resources are released. The kernel closes the sockets of a killed process; if
+a child still has them open, the daemon notices the end of the process itself (pidfd).
 """
 
 import itertools
@@ -19,47 +18,45 @@ import numpy as np
 
 from kvdepot.core.block import PutResult
 from kvdepot.core.keys import Keys, tag_word
-from kvdepot.core.requests import BLOCK_DTYPE, BlockSize, Offer
-from kvdepot.daemon.wire.frames import Channel, Peer
-from kvdepot.daemon.wire.messages import TOKEN_BYTES
+from kvdepot.core.requests import BLOCK_DTYPE, Array, BlockSize, Offer
+from kvdepot.daemon.wire.frames import NOWHERE, TOKEN_BYTES, Channel, Peer
 from kvdepot.errors import ConfigError, WireError
-from kvdepot.store.access import Caller
-from kvdepot.store.engine import Engine
-from kvdepot.store.read.lease import BlockLease
+from kvdepot.store.engine import Caller, Engine
 from kvdepot.store.read.prefetch import Hint
+from kvdepot.store.state.state import BlockLease
 from kvdepot.store.write.put import NewBlock
 
 HELLO_TIMEOUT_S: Final = 5.0
-"""A connection that does not say who it is for this long is closed."""
+"""A connection that sends no HELLO within this time is closed."""
 TAKE_TIMEOUT_S: Final = 10.0
-"""A client that does not take what it was lent for this long is given up."""
+"""A client that does not confirm lent blocks (TAKEN) within this time is disconnected."""
 LINGER_S: Final = 30.0
-"""After a client was hung up on, it may have this long to let go of what it holds."""
+"""Time for a client to close its connections after the daemon has ended its session."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """Beyond these, connections are refused, leases are empty, reservations are throttled, and
-    hints bring nothing.
+    """Limits of one client. Beyond them connections are refused, leases are empty, reservations are
+    throttled, and hints prefetch nothing.
     """
 
     clients: int = 64
     connections: int = 16
-    """Of one client."""
+    """Open connections."""
     leases: int = 4096
-    """Leases of one client at a time."""
+    """Leases at a time."""
     leased: int = 1 << 20
-    """Blocks in them."""
+    """Blocks in these leases."""
     slots: int = 1 << 16
-    """Slots reserved by one client at a time."""
+    """Reserved slots at a time."""
     hints: int = 64
-    """Hints of one client under way at a time."""
+    """Running hints at a time."""
     namespaces: int = 1024
-    """Namespaces that one client has registered."""
+    """Registered namespaces."""
 
 
 class ServerCounters:
-    """What happened so far, counted. Thread-safe."""
+    """Counters of events since the start. Thread-safe."""
 
     NAMES: Final = (
         "sessions", "connections", "requests", "refused", "malformed", "limited", "failed",
@@ -79,7 +76,7 @@ class ServerCounters:
 
 
 NO_LEASE = 0
-"""The number of a lease or a reservation of nothing."""
+"""The number of an empty lease or reservation."""
 
 
 def _pidfd_of(pid: int) -> int:
@@ -90,7 +87,7 @@ def _pidfd_of(pid: int) -> int:
 
 
 class ClientResources:
-    """One client. Thread-safe."""
+    """The resources of one client. Thread-safe."""
 
     def __init__(
         self,
@@ -103,13 +100,13 @@ class ClientResources:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.peer = peer
         self.protocol = protocol
-        """What was agreed on with it."""
+        """The agreed version of the protocol."""
         self._engine = engine
         self.caller = Caller(f"client {peer.pid}")
         self._limits = limits
         self._counters = counters
         self.pidfd = _pidfd_of(peer.pid)
-        """Readable when the client's process has ended; -1 where that cannot be seen from here."""
+        """Readable when the client's process has ended; -1 if it cannot be watched."""
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._numbers = itertools.count(NO_LEASE + 1)
@@ -119,7 +116,7 @@ class ClientResources:
         self.over = False
 
     def join(self, channel: Channel) -> bool:
-        """Add a connection. False: the session is over, or has enough of them."""
+        """Add a connection. False if the session is over or has `connections` already."""
         with self._lock:
             if self.over or len(self._channels) >= self._limits.connections:
                 return False
@@ -127,7 +124,7 @@ class ClientResources:
             return True
 
     def leave(self, channel: Channel) -> bool:
-        """A connection has ended. True: it was the last, and nothing is held any more."""
+        """Remove a connection. True if it was the last: all resources were released."""
         self.hang_up()
         with self._lock:
             self._channels.discard(channel)
@@ -136,7 +133,7 @@ class ClientResources:
             leases, self._leases = self._leases, {}
             slots, self._slots = self._slots, {}
             hints, self._hints = self._hints, {}
-        with ExitStack() as rest:  # each of them, whatever another one raises
+        with ExitStack() as rest:  # all run, even if one raises
             rest.callback(self._engine.unregister, self.caller)
             for hint in hints.values():
                 rest.callback(hint.cancel)
@@ -147,7 +144,7 @@ class ClientResources:
         return True
 
     def hang_up(self, how: Callable[[Channel], None] = Channel.hang_up) -> None:
-        """The session is over: serve it no more. What it holds stays until its sockets close."""
+        """End the session. Its resources are kept until its connections close."""
         with self._lock:
             self.over = True
             channels = list(self._channels)
@@ -155,7 +152,7 @@ class ClientResources:
             how(channel)
 
     def register(self, tag: bytes, size: BlockSize, description: bytes) -> None:
-        """Let the client use a namespace while it is there. Raises as Engine.register."""
+        """Let the client use a namespace until it ends. Raises as Engine.register does."""
         spaces = self.caller.spaces
         full = tag_word(tag) not in spaces and len(spaces) >= self._limits.namespaces
         if full:
@@ -168,11 +165,11 @@ class ClientResources:
         self._engine.register(self.caller, tag, size, description)
 
     def has_registered(self, tag: bytes) -> bool:
-        """Whether a namespace is one of the client's."""
+        """True if the client has registered the namespace."""
         return tag_word(tag) in self.caller.spaces
 
     def may_hold(self) -> bool:
-        """Whether the client may hold more blocks than it does."""
+        """True if the client may lease more blocks. Counts a refusal."""
         with self._lock:
             leased = sum(len(lease.rows) for lease in self._leases.values())
             full = len(self._leases) >= self._limits.leases or leased >= self._limits.leased
@@ -181,18 +178,18 @@ class ClientResources:
         return not full
 
     def lease(self, keys: Keys) -> tuple[int, BlockLease]:
-        """Lease the resident prefix of keys; nothing if the client holds too much."""
+        """Lease the resident prefix of keys. The lease is empty if the client is at its limits."""
         if not self.may_hold():
             return NO_LEASE, self.new_lease()
         lease = self._engine.lease(self.caller, keys)
         return self.keep(lease), lease
 
     def new_lease(self) -> BlockLease:
-        """A lease of nothing, to which blocks are added."""
+        """An empty lease, to which blocks are added."""
         return BlockLease(self._engine.state)
 
     def keep(self, lease: BlockLease) -> int:
-        """End a lease when the client goes. Returns its number."""
+        """Store a lease until its release or the end of the client. Returns its number."""
         if not lease.rows:
             return NO_LEASE
         with self._lock:
@@ -205,23 +202,25 @@ class ClientResources:
         with self._lock:
             lease = self._leases.get(number)
         if lease is None:
-            raise WireError("a lease that is not held")
+            raise WireError("an unknown lease")
         return lease
 
     def release(self, numbers: list[int]) -> None:
-        """End leases. WireError, after all others have ended, if a number is none of a lease."""
+        """End leases. WireError if a number is unknown, after the others were released."""
         with self._lock:
             leases = [self._leases.pop(number, None) for number in numbers]
         for lease in leases:
             if lease is not None:
                 lease.release()
         if None in leases:
-            raise WireError("a lease that is not held was released")
+            raise WireError("an unknown lease was released")
 
     def reserve(
         self, keys: Keys, timeout_s: float, *, pad: bool
     ) -> tuple[int, list[NewBlock | None], list[PutResult]]:
-        """Slots for new blocks: their number as a reservation, and the answers."""
+        """Reserve slots for new blocks. Returns the number of the reservation,
+        slots and answers.
+        """
         with self._lock:
             reserved = sum(len(part) for part in self._slots.values())
         if reserved + len(keys) > self._limits.slots:
@@ -242,7 +241,7 @@ class ClientResources:
     def seal(
         self, number: int, indices: list[int], *, tokens: bool = False, producer: bool = False
     ) -> None:
-        """Make blocks of slots. `tokens`, `producer`: the client has laid these into them."""
+        """Seal filled slots. `tokens`, `producer`: the client has written these into the slots."""
         with self._lock:
             slots = self._slots.get(number, {})
             if len(set(indices)) != len(indices) or any(index not in slots for index in indices):
@@ -253,7 +252,7 @@ class ClientResources:
         self._engine.seal(self.caller, wave, in_slots=(tokens, producer))
 
     def abandon(self, number: int) -> None:
-        """Give the slots of a reservation back that were not sealed."""
+        """Free the unsealed slots of a reservation."""
         with self._lock:
             slots = self._slots.pop(number, {})
         self._engine.abandon(self.caller, list(slots.values()))
@@ -266,7 +265,7 @@ class ClientResources:
         return under_way < self._limits.hints
 
     def keep_hint(self, hint: Hint) -> int:
-        """Call a hint off when the client goes. Returns its number."""
+        """Store a hint, to be cancelled at the end of the client. Returns its number."""
         if not hint.wanted:
             return NO_LEASE
         with self._lock:
@@ -278,7 +277,7 @@ class ClientResources:
         return number
 
     def hint(self, number: int) -> Hint | None:
-        """A hint by its number; None for one that is long over."""
+        """A hint by its number; None if it was dropped after its end."""
         with self._lock:
             return self._hints.get(number)
 
@@ -294,3 +293,33 @@ class ClientResources:
                 "reserved": sum(len(part) for part in self._slots.values()),
                 "hints": sum(not hint.wait(0.0) for hint in self._hints.values()),
             }
+
+
+class SharedMemory:
+    """The shared memory of a store (`dram.shared`), and offsets in the mappings of clients.
+
+    Clients map the arena and the slower memory, if any, as one area, and staging as another.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._memories = engine.memories
+        self.descriptors = [memory.fd for memory in self._memories]
+        self.nbytes = [memory.nbytes for memory in self._memories]
+
+    def is_prefaulted(self) -> bool:
+        """True if prefaulting has ended, or was not configured."""
+        return all(memory.prefaulted(0.0) for memory in self._memories)
+
+    def places(self, addresses: Array) -> tuple[Array, Array]:
+        """The offset of each address in its area, NOWHERE for 0; and True if
+        the area is staging.
+        """
+        places, staged = np.full(len(addresses), NOWHERE, np.int64), np.zeros(len(addresses), bool)
+        before = 0
+        for memory in self._memories:
+            is_staging = memory is self._memories[-1]
+            here = (addresses >= memory.address) & (addresses < memory.address + memory.nbytes)
+            places[here] = addresses[here] - memory.address + (0 if is_staging else before)
+            staged |= here & is_staging
+            before += memory.nbytes
+        return places, staged

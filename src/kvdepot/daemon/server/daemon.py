@@ -1,11 +1,13 @@
-"""The daemon: one process that owns a store, and serves it to the others on a machine.
+"""The daemon: one process that owns a store and serves it to the other processes of a machine.
 
-One thread, the loop, waits for all clients and answers what it can at once, in the order in which
-it was asked; threads that share the interpreter would make each other wait. What may take long goes
-to a worker thread, together with its connection, until no more requests come. Bytes of blocks move
-through memory that the clients map, never through here.
+One thread, the loop, waits for all clients and answers short requests in the order of arrival:
+several threads would wait for each other's interpreter lock. A request that may take long is passed
+with its connection to a worker thread until no more requests follow. The bytes of blocks move
+through memory that the clients map, never through sockets.
 """
 
+import contextlib
+import json
 import os
 import queue
 import select
@@ -14,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,25 +24,216 @@ import kvdepot
 from kvdepot.config.settings import Config
 from kvdepot.core.depot import FlushReport
 from kvdepot.core.log import RateLimitedLog
-from kvdepot.daemon.server.client_resources import ClientLimits, ClientResources, ServerCounters
-from kvdepot.daemon.server.connection import Connection
+from kvdepot.core.namespace import FORMAT_VERSION
+from kvdepot.daemon.server.client_resources import (
+    HELLO_TIMEOUT_S,
+    LINGER_S,
+    ClientLimits,
+    ClientResources,
+    ServerCounters,
+    SharedMemory,
+)
 from kvdepot.daemon.server.listener import Listener
-from kvdepot.daemon.server.shared_memory import SharedMemory
-from kvdepot.daemon.wire.frames import Channel
-from kvdepot.daemon.wire.messages import NO_TOKEN
-from kvdepot.daemon.wire.versions import PROTOCOL
+from kvdepot.daemon.server.requests import ClientGoneError, RequestHandler
+from kvdepot.daemon.wire import frames
+from kvdepot.daemon.wire.frames import NO_TOKEN, Channel, Frame, FrameKind
+from kvdepot.daemon.wire.versions import (
+    PROTOCOL,
+    PROTOCOL_OLDEST,
+    REFUSED_FOR_VERSIONS,
+    SpokenVersions,
+)
+from kvdepot.errors import StoreClosedError, WireError
+from kvdepot.format.record import VERSION as RECORD_VERSION
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 
 _SWITCH_S: Final = 0.00005
-"""How long a thread may keep the interpreter while another wants it. A lookup takes less; with the
-usual 5 ms it would wait for whatever else is going on."""
+"""Switch interval of the interpreter. A lookup takes less time; with the default of 5 ms it would
+wait for other threads."""
 _STOP_S: Final = 30.0
 _PAUSE_S: Final = 0.1
 _IDLE_S: Final = 5.0
-"""A worker thread without work for this long ends."""
+"""A worker thread ends after this time without work."""
+QUICK: Final = frozenset(
+    {
+        FrameKind.MATCH,
+        FrameKind.LEASE,
+        FrameKind.WHERE,
+        FrameKind.RELEASE,
+        FrameKind.ABANDON,
+        FrameKind.CANCEL_HINT,
+    }
+)
+"""Requests that never wait for a disk, for memory or for the client."""
+_STAY_S: Final = 0.02
+"""Time for which a worker thread waits for the next request before the loop takes over."""
+_BROKEN: Final = (OSError, ClientGoneError, StoreClosedError)
+_SPOKEN: Final = SpokenVersions(PROTOCOL_OLDEST, PROTOCOL, FORMAT_VERSION, RECORD_VERSION)
 Job = Callable[[], None]
 _log: Final = RateLimitedLog("kvdepot.server")
+
+
+class Connection:
+    """One client connection. Used by one thread at a time: the loop, or a worker thread."""
+
+    def __init__(self, daemon: "Daemon", channel: Channel) -> None:
+        self.channel = channel
+        self._daemon = daemon
+        self._pid = channel.peer().pid
+        self._client: ClientResources | None = None
+        self._handler: RequestHandler | None = None
+
+    @property
+    def client(self) -> ClientResources | None:
+        return self._client
+
+    def on_readable(self) -> None:
+        """Serve a frame, or pass it to a worker. Called by the loop when one arrived. Does not
+        block.
+        """
+        try:
+            frame = self.channel.receive_now()
+            if frame is not None and frame.kind in QUICK:
+                self._serve(frame)
+                return
+            job = self.end if frame is None else partial(self.serve_frames, frame)
+        except Exception as error:  # see _drop_client
+            job = partial(self._drop_client, error)
+        self._daemon.run_in_thread(self, job)
+
+    def end(self) -> None:
+        """Close. Release the client's resources if this was its last connection."""
+        gone = True
+        try:
+            self.channel.cut()
+            gone = self._client is not None and self._client.leave(self.channel)
+        finally:  # a daemon that stops waits for all connections
+            if self._client is not None and gone:
+                self._daemon.forget(self._client)
+                _log.info("client disconnected: process %d", self._pid)
+            self.channel.close()
+            self._daemon.ended(self)
+
+    def serve_frames(self, frame: Frame | None = None) -> None:
+        """Serve a frame or a new client, then the frames that follow soon; then return to the loop.
+
+        Called in a worker thread. Blocks.
+        """
+        self.channel.is_patient = True
+        try:
+            if frame is None:
+                self._handler = self._greet()
+            else:
+                self._serve(frame)
+            if self._handler is not None and self._serve_on():
+                self.channel.is_patient = False
+                self._daemon.return_to_loop(self)
+                return
+        except Exception as error:  # see _drop_client
+            self._drop_client(error)
+        else:
+            self.end()
+
+    def _serve_on(self) -> bool:
+        """Serve frames until none arrives within _STAY_S. False if the client has closed."""
+        with contextlib.suppress(BlockingIOError):
+            while (frame := self.channel.receive(_STAY_S)) is not None:
+                self._serve(frame)
+            return False
+        return True
+
+    def _serve(self, frame: Frame) -> None:
+        if self._client is None or self._handler is None or self._client.over:
+            return
+        self._daemon.counters.count("requests")
+        self._handler.serve(frame)
+
+    def _drop_client(self, error: Exception) -> None:
+        """End the session after an error, and give the client time to stop using the memory.
+
+        Called for every exception of a handler, because the client would wait for its answer for
+        ever. The request may be half done, so all resources of the client are released.
+        """
+        if isinstance(error, WireError):
+            self._daemon.counters.count("malformed")
+            _log.warning("malformed frame from process %d, disconnected: %s", self._pid, error)
+        elif isinstance(error, _BROKEN):
+            _log.info("process %d disconnected: %s", self._pid, error)
+        else:
+            self._daemon.counters.count("failed")
+            said = "a request of process %d failed by a bug in kvdepot, disconnected"
+            _log.error(said, self._pid, cause=error)
+        if self._client is not None:
+            self._client.hang_up()
+            self.channel.drain(LINGER_S)
+            self._client.hang_up(Channel.cut)
+        self.end()
+
+    def _greet(self) -> RequestHandler | None:
+        """Receive HELLO and answer it. Returns the handler of the client; None
+        if it was refused.
+        """
+        frame = self.channel.receive(HELLO_TIMEOUT_S)
+        if frame is None:
+            return None
+        if frame.kind is not FrameKind.HELLO:
+            raise WireError(f"{frame.kind.name} instead of HELLO")
+        hello = frames.Hello.parse(frame.body)
+        if hello.magic != frames.MAGIC:
+            raise WireError("a HELLO of another protocol")
+        newest = hello.newest or hello.oldest
+        theirs = SpokenVersions(hello.oldest, newest, hello.format, hello.record)
+        protocol = _SPOKEN.common(theirs)
+        if not protocol:
+            self._refuse(frame.serial, f"{REFUSED_FOR_VERSIONS}{theirs}", _SPOKEN)
+            return None
+        daemon = self._daemon
+        if not daemon.admits(self.channel):
+            self._refuse(frame.serial, f"user {self.channel.peer().uid} may not use it", theirs)
+            return None
+        client = daemon.join_client(hello.token, self.channel, protocol)
+        if client is None:
+            reason = "there are too many clients, or the session is over"
+            self._refuse(frame.serial, reason, theirs)
+            return None
+        self._client = client
+        is_new = hello.token == frames.NO_TOKEN
+        self._welcome(frame.serial, client, is_new=is_new)
+        if is_new:
+            _log.info("client attached: process %d of user %d", self._pid, client.peer.uid)
+        return RequestHandler(
+            self.channel, client, daemon.store, daemon.memory, daemon.config, daemon.describe
+        )
+
+    def _refuse(self, serial: int, reason: str, spoken: SpokenVersions) -> None:
+        """Send REFUSED. Clients of protocol 5 take a `spoken` other than theirs for the reason."""
+        self._daemon.counters.count("refused")
+        _log.warning("client refused: process %d: %s", self._pid, reason)
+        refusal = {"reason": reason, "daemon": str(spoken), "pid": os.getpid()}
+        self.channel.send(FrameKind.REFUSED, serial, json.dumps(refusal).encode())
+
+    def _welcome(self, serial: int, client: ClientResources, *, is_new: bool) -> None:
+        config, memory = self._daemon.config, self._daemon.memory
+        arena_bytes, *cxl_bytes, staging_bytes = memory.nbytes
+        body = frames.Welcome(
+            token=client.token,
+            instance=self._daemon.instance,
+            pid=os.getpid(),
+            block_tokens=config.block_tokens,
+            read_timeout_s=config.read_timeout,
+            put_timeout_s=config.writeback.put_timeout,
+            arena_bytes=arena_bytes,
+            cxl_bytes=sum(cxl_bytes),
+            staging_bytes=staging_bytes,
+            verify=config.dram.verify,
+            prefault=config.dram.prefault,
+            protocol=client.protocol,
+        ).body()
+        if is_new:
+            self.channel.send_with(memory.descriptors, FrameKind.WELCOME, serial, body)
+        else:
+            self.channel.send(FrameKind.WELCOME, serial, body)
 
 
 class Daemon:
@@ -54,11 +248,12 @@ class Daemon:
         self.limits = limits or ClientLimits()
         self.counters = ServerCounters()
         self.instance = os.urandom(16)
-        """Of this run: clients know by it that what they had put to another one may be gone."""
+        """Identifies this run: clients detect a restart, after which unflushed
+        blocks may be lost."""
         self.settings_file: Path | None = None
-        """Where the settings come from; `kvdepot tiers --save` changes it."""
+        """The file of the settings; `kvdepot tiers --save` changes it."""
         self.settings_elsewhere: list[str] = []
-        """Settings that this file does not decide: they were given beside it."""
+        """Settings that were not read from this file, such as those of the command line."""
         self._listener = listener
         self._workers = WorkerThreads("kvdepot-client")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -66,10 +261,10 @@ class Daemon:
         self._clients: dict[bytes, ClientResources] = {}
         self._connections: set[Connection] = set()
         self._idle: dict[int, Connection] = {}
-        """By descriptor; changed by the loop only."""
+        """Idle connections by descriptor. Only the loop changes it."""
         self._returned: list[Connection] = []
         self._watched: dict[int, ClientResources] = {}
-        """By descriptor of the client's process; changed by the loop only."""
+        """Clients by pidfd. Only the loop changes it."""
         self._forgotten: list[ClientResources] = []
         self._poll = select.poll()
         self._stopping = False
@@ -106,7 +301,9 @@ class Daemon:
         os.eventfd_write(self._wake, 1)
 
     def close(self, timeout_s: float = _STOP_S) -> FlushReport:
-        """End all clients' sessions, write everything down, remove the socket."""
+        """End all sessions, flush and close the store, remove the socket.
+        Blocks for `timeout_s`.
+        """
         with self._changed:
             idle = [*self._idle.values(), *self._returned]
             others = self._connections.difference(idle)
@@ -124,7 +321,7 @@ class Daemon:
         return report
 
     def join_client(self, token: bytes, channel: Channel, protocol: int) -> ClientResources | None:
-        """The client that a new connection belongs to; made if it asks for a new session."""
+        """Returns the client of a connection; makes one for NO_TOKEN. None if it is refused."""
         with self._changed:
             client = self._clients.get(token)
             if client is not None and client.peer.uid != channel.peer().uid:
@@ -152,20 +349,20 @@ class Daemon:
             self._changed.notify_all()
 
     def run_in_thread(self, connection: Connection, job: Job) -> None:
-        """An idle connection is to be served by a worker thread. Called by the loop."""
+        """Pass an idle connection to a worker thread. Called by the loop."""
         fd = connection.channel.fileno()
         del self._idle[fd]
         self._poll.unregister(fd)
         self._workers.run(job)
 
     def return_to_loop(self, connection: Connection) -> None:
-        """A connection is idle again. Called by the thread that has served it."""
+        """Return an idle connection to the loop. Called by the thread that served it."""
         with self._changed:
             self._returned.append(connection)
         os.eventfd_write(self._wake, 1)
 
     def describe(self) -> dict[str, Any]:
-        """The clients, and what has happened, as plain values."""
+        """The clients and the counters as plain values."""
         with self._changed:
             clients = list(self._clients.values())
         return {
@@ -202,7 +399,7 @@ class Daemon:
                 os.close(client.pidfd)
 
     def _watch(self, client: ClientResources | None) -> None:
-        """Notice the end of a client's process, which need not close its sockets."""
+        """Watch for the end of a client's process: its child may keep the sockets open."""
         if client is not None and client.pidfd >= 0 and client.pidfd not in self._watched:
             self._watched[client.pidfd] = client
             self._poll.register(client.pidfd, select.POLLIN)
@@ -214,7 +411,7 @@ class Daemon:
     def _accept(self) -> None:
         connected = self._listener.accept()
         if connected is None:
-            # No descriptors are left, or the client went: neither may make this loop spin.
+            # No free descriptors, or the client has disconnected: the loop must not spin.
             threading.Event().wait(_PAUSE_S)
             return
         with self._changed:
@@ -224,7 +421,7 @@ class Daemon:
                 self._connections.add(connection)
         if full:
             self.counters.count("refused")
-            _log.warning("connection refused: %d are open", len(self._connections))
+            _log.warning("connection refused: %d connections are open", len(self._connections))
             connected.close()
             return
         self.counters.count("connections")
@@ -232,7 +429,7 @@ class Daemon:
 
 
 class WorkerThreads:
-    """As many threads as there are jobs at once: starts one for a job unless one is free."""
+    """A pool without a size limit: a job starts a thread unless one is idle."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -242,7 +439,7 @@ class WorkerThreads:
         self._closed = False
 
     def run(self, job: Job) -> None:
-        """Have a job done. Does not block."""
+        """Run a job in a thread. Does not block."""
         with self._lock:
             needed = not self._free
             if not needed:
@@ -254,7 +451,7 @@ class WorkerThreads:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """Threads end that are free, and those that are not when their job is done."""
+        """Let the threads end: idle ones now, the others after their job. Does not block."""
         with self._lock:
             free, self._free, self._closed = self._free, 0, True
         for _ in range(free):
@@ -265,7 +462,7 @@ class WorkerThreads:
         while job is not None:
             try:
                 job()
-            except Exception as error:  # this thread is counted on, whatever a job does
+            except Exception as error:  # the thread is needed for further jobs
                 _log.error("a job of the daemon failed by a bug in kvdepot", cause=error)
             with self._lock:
                 if self._closed:
@@ -278,5 +475,5 @@ class WorkerThreads:
                     if self._free:
                         self._free -= 1
                         return
-                # `run` or `close` has counted on this thread just now.
+                # `run` or `close` has queued a job for this thread since the timeout.
                 job = self._jobs.get()

@@ -1,8 +1,7 @@
-"""The socket that clients connect to: made safely, one daemon at a time, and removed at the end.
+"""The listening socket of a daemon.
 
-A lock file beside the socket tells whether a daemon is there; the process that has its lock may
-replace a socket that a killed daemon left. The socket appears under its name with its permissions
-set.
+A running daemon holds a lock on the file SOCKET.lock. The holder of the lock may replace the socket
+of a killed daemon. The socket gets its permissions before it gets its name.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ _NEW: Final = ".new"
 
 
 class Listener:
-    """The right to a socket at `path`, for its owner only or also for a group, until `close`."""
+    """The lock and the socket at `path`, for the owner and optionally a group, until `close`."""
 
     def __init__(self, path: Path, group: str = "") -> None:
         self.path = path
@@ -41,12 +40,12 @@ class Listener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def listen(self) -> None:
-        """Let clients connect from now on."""
+        """Make the socket. Clients can connect when this returns."""
         try:
             self._bind()
         except OSError as error:
             foreign = isinstance(error, PermissionError) and self._gid >= 0
-            hint = "only a member of --group can give the socket to it" if foreign else ""
+            hint = "run the daemon as a member of --group" if foreign else ""
             reason = f"cannot listen: {error.strerror}"
             raise DaemonError(str(self.path), reason, hint=hint) from error
 
@@ -54,7 +53,7 @@ class Listener:
         return self._socket.fileno()
 
     def accept(self) -> socket.socket | None:
-        """A new connection; None if it is gone already, or there is no descriptor for it."""
+        """Accept a connection. None if it was closed again, or no descriptor is free."""
         try:
             return self._socket.accept()[0]
         except BlockingIOError:
@@ -65,7 +64,7 @@ class Listener:
             raise
 
     def admits(self, channel: Channel) -> bool:
-        """Whether the user at the other end may be served: the daemon's own, root, the group's."""
+        """True if the peer is the daemon's user, root or a member of the group."""
         if channel.peer().uid in (0, os.geteuid()):
             return True
         return self._gid >= 0 and self._gid in channel.peer_groups()
@@ -99,12 +98,12 @@ class Listener:
 
 
 def _take_lock(path: Path) -> int:
-    """A descriptor that has the lock, or DaemonError: a daemon is there."""
+    """Lock the file and return its descriptor. DaemonError if another daemon holds the lock."""
     name = lock_of(path)
     try:
         fd = open_private_file(name, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        hint = "make the directory first" if error.errno == errno.ENOENT else ""
+        hint = "create the directory" if error.errno == errno.ENOENT else ""
         raise DaemonError(str(path), f"{name}: {error.strerror}", hint=hint) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +112,7 @@ def _take_lock(path: Path) -> int:
         os.close(fd)
         raise DaemonError(
             str(path),
-            f"a daemon is there already, process {holder}",
+            f"a daemon is already running, process {holder}",
             hint="use it, stop it, or choose another --socket",
         ) from None
     os.ftruncate(fd, 0)
@@ -127,7 +126,7 @@ def _check_replaceable(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise DaemonError(str(path), "is there and is no socket", hint="choose another --socket")
+        raise DaemonError(str(path), "exists and is not a socket", hint="choose another --socket")
 
 
 def _group_id(group: str) -> int:

@@ -1,7 +1,6 @@
 """Serves the requests of one connection, one after the other."""
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -11,62 +10,32 @@ from typing import Any, Final
 import numpy as np
 
 from kvdepot.config.settings import Config
-from kvdepot.core.audit import PRODUCER_TEXT_MAX, AuditFinding
 from kvdepot.core.block import ANSWERS, TAG_BYTES, GetResult
 from kvdepot.core.depot import DURABILITY, Durability
-from kvdepot.core.keys import Keys, check_key
+from kvdepot.core.keys import Keys
 from kvdepot.core.order import SessionState
 from kvdepot.core.requests import BLOCK_DTYPE, Array, Arrived, BlockSize
-from kvdepot.core.sessions import RetentionReceipt, checked_name
-from kvdepot.daemon.server.client_resources import NO_LEASE, TAKE_TIMEOUT_S, ClientResources
-from kvdepot.daemon.server.shared_memory import SharedMemory
-from kvdepot.daemon.wire import messages
+from kvdepot.core.sessions import checked_name
+from kvdepot.daemon.server.client_resources import (
+    NO_LEASE,
+    TAKE_TIMEOUT_S,
+    ClientResources,
+    SharedMemory,
+)
+from kvdepot.daemon.server.services import ServiceCalls
+from kvdepot.daemon.wire import frames
 from kvdepot.daemon.wire.frames import Channel, Flag, Frame, FrameKind
-from kvdepot.daemon.wire.versions import answers_for, tiers_for
 from kvdepot.errors import ConfigError, KVDepotError, StateError, WireError
-from kvdepot.store.read.lease import BlockLease
 from kvdepot.store.read.prefetch import Hint
+from kvdepot.store.state.state import BlockLease
 from kvdepot.store.store import Store
 
 _BUSY: Final = ANSWERS.index(GetResult(None, "busy"))
 _HINT_WAIT_S_MAX: Final = 10.0
-"""A thread waits this long for a hint at most; the client asks again."""
+"""Longest wait of a thread for a hint; the client sends the request again."""
 _LISTED: Final = 5
-"""Sessions of each kind that STATS names."""
-_NAME: Final[dict[str, tuple[type, ...]]] = {"name": (str,), "namespace": (str,)}
-_SECONDS: Final = (int, float)
-_CALLS: Final[dict[str, dict[str, tuple[type, ...]]]] = {
-    "known": {"order": (str,), "limit": (int,)},
-    "shared_prefixes": {"order": (str,), "limit": (int,)},
-    "show": _NAME,
-    "pin": {**_NAME, "until_s": _SECONDS, "for_s": _SECONDS, "through_turn": (bool,)},
-    "unpin": _NAME,
-    "park": _NAME,
-    "warm": {**_NAME, "deadline_s": _SECONDS},
-    "expire": _NAME,
-    "ledger": {},
-    "tell_prefill": {"namespace": (str,), "token_s": _SECONDS, "pair_s": _SECONDS},
-    "export": {**_NAME, "path": (str,)},
-    "import_file": {"path": (str,)},
-}
-"""Calls of DepotSessions, and of which types their arguments may be."""
-_ASKING: Final = ("known", "shared_prefixes", "show", "ledger")
-_AUDIT_CALLS: Final[dict[str, dict[str, tuple[type, ...]]]] = {
-    "known": {},
-    "producer": {"text": (str,)},
-    "report": {
-        "key": (str,),
-        "matches": (bool,),
-        "error": _SECONDS,
-        "tolerance": _SECONDS,
-        "layer": (int,),
-        "producer": (str,),
-    },
-    "lift": {"namespace": (str,)},
-    "purge": {"namespace": (str,)},
-}
-"""The same of DepotAudits."""
-_WITH_FILES: Final = ("export", "import_file")
+"""Sessions of each kind in the answer to STATS."""
+_ANY_TAG: Final = bytes(TAG_BYTES)
 _INDEX: Final = np.dtype("<u4")
 _LEASE: Final = np.dtype("<u8")
 _NAMES: Final = {kind: kind.name.lower() for kind in FrameKind}
@@ -107,11 +76,9 @@ class RequestHandler:
             FrameKind.RESERVE: self._reserve,
             FrameKind.SEAL: self._seal,
             FrameKind.ABANDON: self._abandon,
-            FrameKind.TOUCH: self._touch,
             FrameKind.REMOVE: self._remove,
             FrameKind.REMOVE_NAMESPACE: self._remove_namespace,
             FrameKind.FLUSH: self._flush,
-            FrameKind.CHECK: self._check,
             FrameKind.STATS: self._stats,
             FrameKind.HAS_SECRET: self._has_secret,
             FrameKind.HINT: self._hint,
@@ -119,22 +86,13 @@ class RequestHandler:
             FrameKind.AWAIT_HINT: self._await_hint,
             FrameKind.CANCEL_HINT: self._cancel_hint,
             FrameKind.SESSION: self._session,
-            FrameKind.CHANGE: self._change,
-            FrameKind.SESSIONS: self._sessions,
-            FrameKind.AUDITS: self._audits,
+            FrameKind.SERVICE: self._service,
             FrameKind.FIRST_TOKEN: self._first_token,
         }
-        self._changes: Final[dict[str, Callable[[str, str], int | None]]] = {
-            "set_write_mode": store.set_write_mode,
-            "add_drive": store.add_drive,
-            "drain_drive": store.drain_drive,
-            "resize": store.resize,
-            "record": lambda _, path: store.record(path),
-            "stop_recording": lambda *_: store.stop_recording(),
-        }
+        self._services = ServiceCalls(store, client, channel.peer())
 
     def serve(self, frame: Frame) -> None:
-        """Answer one request. WireError: it makes no sense, and the client must go."""
+        """Answer one request. WireError if it is malformed: the client must be disconnected."""
         verb = self._handlers.get(frame.kind)
         if verb is None:
             raise WireError(f"{frame.kind.name} is not a request")
@@ -143,10 +101,10 @@ class RequestHandler:
         self._took("request", time.monotonic() - began_s, _NAMES[frame.kind])
 
     def _number(self, frame: Frame, value: int) -> None:
-        self._channel.send(FrameKind.NUMBER, frame.serial, messages.Number(value).body())
+        self._channel.send(FrameKind.NUMBER, frame.serial, frames.Number(value).body())
 
     def _register(self, frame: Frame) -> None:
-        head, description = messages.split(messages.Register, frame.body)
+        head, description = frames.split(frames.Register, frame.body)
         size = BlockSize(head.block_bytes, head.chunk_bytes)
         try:
             _parse_json(description, "a description")
@@ -157,50 +115,50 @@ class RequestHandler:
             self._number(frame, 1)
 
     def _match(self, frame: Frame) -> None:
-        keys = messages.key_words(bytes(frame.body))
+        keys = frames.key_words(bytes(frame.body))
         tiers = self._engine.match(self._client.caller, keys)
-        self._channel.send(FrameKind.TIERS, frame.serial, tiers_for(self._client.protocol, tiers))
+        self._channel.send(FrameKind.TIERS, frame.serial, tiers)
 
     def _lease(self, frame: Frame) -> None:
-        number, lease = self._client.lease(messages.key_words(bytes(frame.body)))
+        number, lease = self._client.lease(frames.key_words(bytes(frame.body)))
         self._send_places(frame, number, lease)
 
     def _where(self, frame: Frame) -> None:
-        number = messages.Number.parse(frame.body).value
+        number = frames.Number.parse(frame.body).value
         self._send_places(frame, number, self._client.held(number))
 
     def _send_places(self, frame: Frame, number: int, lease: BlockLease) -> None:
         addresses, nbytes = lease.places()
-        rows = np.empty(len(addresses), messages.PLACE_DTYPE)
+        rows = np.empty(len(addresses), frames.PLACE_DTYPE)
         rows["location"], rows["nbytes"] = self._memory.places(addresses)[0], nbytes
-        self._channel.send(FrameKind.LEASED, frame.serial, messages.with_table(number, rows))
+        self._channel.send(FrameKind.LEASED, frame.serial, frames.with_table(number, rows))
 
     def _release(self, frame: Frame) -> None:
         if len(frame.body) % _LEASE.itemsize:
-            raise WireError("leases of odd length")
+            raise WireError("RELEASE with a part of a number")
         self._client.release(np.frombuffer(bytes(frame.body), _LEASE).tolist())
 
     def _deliver(self, frame: Frame) -> None:
-        asked = messages.Deliver.parse(frame.body)
+        asked = frames.Deliver.parse(frame.body)
         lease = self._client.held(asked.lease)
         blocks = _blocks(lease.words[asked.start : asked.stop])
         answers = self._engine.deliver(
             self._client.caller,
             lease,
             blocks,
-            messages.checked_timeout(asked.timeout_s),
+            frames.checked_timeout(asked.timeout_s),
             partial(self._send_arrived, frame.serial),
             verify_concurrently=bool(asked.beside),
         )
         self._done(frame, asked.lease, answers)
 
     def _fetch(self, frame: Frame) -> None:
-        head, raw = messages.split(messages.Fetch, frame.body)
-        keys = messages.key_words(raw)
+        head, raw = frames.split(frames.Fetch, frame.body)
+        keys = frames.key_words(raw)
         span = (head.start, head.stop)
         if span != (0, 0) and head.start >= head.stop:
             raise WireError(f"bytes {head.start} to {head.stop}")
-        timeout_s = messages.checked_timeout(head.timeout_s)
+        timeout_s = frames.checked_timeout(head.timeout_s)
         if not self._client.may_hold():
             self._done(frame, NO_LEASE, bytes([_BUSY]) * len(keys))
             return
@@ -209,7 +167,7 @@ class RequestHandler:
         def arrive(arrived: Arrived) -> None:
             nonlocal number
             if not arrived.is_verified and len(arrived.indices) == len(keys):
-                number = self._client.keep(lease)  # all are in memory: one frame is enough
+                number = self._client.keep(lease)  # all are in memory: this is the only frame
             self._send_arrived(frame.serial, arrived, number)
 
         try:
@@ -230,63 +188,65 @@ class RequestHandler:
         self._done(frame, number, answers)
 
     def _send_arrived(self, serial: int, arrived: Arrived, number: int = 0) -> None:
-        """Send the places of blocks that have come; wait while the client takes those that do not
-        stay. With a number, that of a lease, no other blocks will come.
+        """Send the places of blocks that can be read. If some do not stay in memory, wait until the
+        client has taken them. `number`: a lease, set in the last frame of an answer.
         """
-        rows = np.empty(len(arrived.indices), messages.ARRIVAL_DTYPE)
+        rows = np.empty(len(arrived.indices), frames.ARRIVAL_DTYPE)
         rows["index"] = arrived.indices
         rows["location"], rows["staged"] = self._memory.places(arrived.addresses)
         lent = bool(rows["staged"].any())
         flags = (Flag.LENT if lent else 0) | (Flag.LAST if number else 0)
         flags |= Flag.VERIFIED if arrived.is_verified else 0
-        self._channel.send(FrameKind.ARRIVED, serial, messages.with_table(number, rows), flags)
+        self._channel.send(FrameKind.ARRIVED, serial, frames.with_table(number, rows), flags)
         if not lent:
             return
         answer = self._channel.receive(TAKE_TIMEOUT_S)
         if answer is None:
-            raise ClientGoneError("the client is gone")
+            raise ClientGoneError("the client has disconnected")
         if answer.kind is not FrameKind.TAKEN or answer.serial != serial:
             raise WireError(f"{answer.kind.name} instead of TAKEN")
 
     def _done(self, frame: Frame, number: int, answers: bytes) -> None:
-        body = messages.Number(number).body() + answers_for(self._client.protocol, answers)
+        body = frames.Number(number).body() + answers
         self._channel.send(FrameKind.DONE, frame.serial, body)
 
     def _reserve(self, frame: Frame) -> None:
-        head, raw = messages.split(messages.Seconds, frame.body)
-        timeout_s = messages.checked_timeout(head.timeout_s)
+        head, raw = frames.split(frames.Seconds, frame.body)
+        timeout_s = frames.checked_timeout(head.timeout_s)
         pad = bool(frame.flags & Flag.PAD)
-        number, offers, answers = self._client.reserve(messages.key_words(raw), timeout_s, pad=pad)
-        rows = np.empty(len(answers), messages.SLOT_DTYPE)
-        rows["outcome"] = [messages.PUT_CODES[answer] for answer in answers]
+        number, offers, answers = self._client.reserve(frames.key_words(raw), timeout_s, pad=pad)
+        rows = np.empty(len(answers), frames.SLOT_DTYPE)
+        rows["outcome"] = [frames.PUT_CODES[answer] for answer in answers]
         rows["location"] = [
-            messages.NOWHERE if offer is None else offer.slot for offer in offers[: len(answers)]
+            frames.NOWHERE if offer is None else offer.slot for offer in offers[: len(answers)]
         ]
-        self._channel.send(FrameKind.RESERVED, frame.serial, messages.with_table(number, rows))
+        self._channel.send(FrameKind.RESERVED, frame.serial, frames.with_table(number, rows))
 
     def _seal(self, frame: Frame) -> None:
-        number, indices = messages.table(frame.body, _INDEX)
+        number, indices = frames.table(frame.body, _INDEX)
         tokens, producer = bool(frame.flags & Flag.TOKENS), bool(frame.flags & Flag.PRODUCER)
         self._client.seal(number, indices.tolist(), tokens=tokens, producer=producer)
         self._number(frame, len(indices))
 
     def _abandon(self, frame: Frame) -> None:
-        self._client.abandon(messages.Number.parse(frame.body).value)
-
-    def _touch(self, frame: Frame) -> None:
-        self._number(frame, self._store.touch(messages.key_list(bytes(frame.body))))
+        self._client.abandon(frames.Number.parse(frame.body).value)
 
     def _remove(self, frame: Frame) -> None:
-        self._number(frame, self._store.remove(messages.key_list(bytes(frame.body))))
+        self._number(
+            frame, self._engine.remove(self._client.caller, frames.key_words(bytes(frame.body)))
+        )
 
     def _remove_namespace(self, frame: Frame) -> None:
-        self._number(frame, self._store.remove_tag(messages.checked_tag(bytes(frame.body))))
+        self._number(
+            frame,
+            self._engine.remove(self._client.caller, tag=frames.checked_tag(bytes(frame.body))),
+        )
 
     def _flush(self, frame: Frame) -> None:
-        head, raw = messages.split(messages.Seconds, frame.body)
-        timeout_s = messages.checked_timeout(head.timeout_s)
-        report = self._store.flush(timeout_s, keys=messages.key_list(raw) if raw else None)
-        body = messages.Flushed(report.complete).body()
+        head, raw = frames.split(frames.Seconds, frame.body)
+        timeout_s = frames.checked_timeout(head.timeout_s)
+        report = self._store.flush(timeout_s, keys=frames.key_list(raw) if raw else None)
+        body = frames.Flushed(report.complete).body()
         if raw:
             body += bytes(map(DURABILITY.index, report.blocks))
         else:
@@ -294,70 +254,68 @@ class RequestHandler:
             body += np.array([counts.get(why, 0) for why in DURABILITY], "<u8").tobytes()
         self._channel.send(FrameKind.FLUSHED, frame.serial, body)
 
-    def _check(self, frame: Frame) -> None:
-        report = self._store.check(deep=bool(messages.Number.parse(frame.body).value))
-        self._channel.send_text(frame.serial, json.dumps(report.as_dict()).encode())
-
     def _stats(self, frame: Frame) -> None:
         if frame.body:
             raise WireError("STATS with a body")
-        listed = {order: self._store.sessions.known(order, _LISTED) for order in ("busy", "cold")}
-        shared = self._store.sessions.shared_prefixes("busy", _LISTED)
+        listed = {order: self._store.sessions.list(order, _LISTED) for order in ("busy", "cold")}
         stats = {
             **self._store.stats(),
             "daemon": dict(self._describe()),
             "sessions_shown": listed,
-            "prefixes_shown": shared,
         }
         self._channel.send_text(frame.serial, json.dumps(stats, default=str).encode())
 
     def _has_secret(self, frame: Frame) -> None:
-        tenant = messages.checked_text(bytes(frame.body), "a tenant's name")
+        tenant = frames.checked_text(bytes(frame.body), "a tenant's name")
         known = self._config.tenants.get(tenant)
         secret = known is not None and (known.secret_file is not None or known.secret_hex)
         self._number(frame, int(bool(secret)))
 
     def _hint(self, frame: Frame) -> None:
-        head, raw = messages.split(messages.Seconds, frame.body)
-        deadline_s = messages.checked_timeout(head.timeout_s)
-        keys = messages.key_words(raw)
+        head, raw = frames.split(frames.Seconds, frame.body)
+        deadline_s = frames.checked_timeout(head.timeout_s)
+        keys = frames.key_words(raw)
         may = self._client.may_hint()
         caller = self._client.caller
         self._hinted(frame, self._engine.prefetch(caller, [keys], deadline_s) if may else None)
 
     def _hint_session(self, frame: Frame) -> None:
-        head, raw = messages.split(messages.HintBySession, frame.body)
-        deadline_s = messages.checked_timeout(head.deadline_s)
+        head, raw = frames.split(frames.HintBySession, frame.body)
+        deadline_s = frames.checked_timeout(head.deadline_s)
         name = _session_name(raw)
         may = self._client.may_hint()
-        hint = self._store.sessions.hint(self._client.caller, [head.tag], name, deadline_s)
-        self._hinted(frame, hint if may else None)
+        sessions = self._store.sessions
+        tags = sessions.namespaces_of(name) if head.tag == _ANY_TAG else [head.tag]
+        is_owner = self._channel.peer().uid in (0, os.getuid())
+        caller = self._store.routing.caller if is_owner else self._client.caller
+        hint = sessions.hint(caller, tags, name, deadline_s) if may else None
+        self._hinted(frame, hint)
 
     def _hinted(self, frame: Frame, hint: Hint | None) -> None:
-        answer = messages.Hinted(0, 0, 0)
+        answer = frames.Hinted(0, 0, 0)
         if hint is not None:
-            answer = messages.Hinted(self._client.keep_hint(hint), hint.resident, hint.wanted)
+            answer = frames.Hinted(self._client.keep_hint(hint), hint.resident, hint.wanted)
         self._channel.send(FrameKind.HINTED, frame.serial, answer.body())
 
     def _await_hint(self, frame: Frame) -> None:
-        asked = messages.WaitHint.parse(frame.body)
-        timeout_s = min(_HINT_WAIT_S_MAX, messages.checked_timeout(asked.timeout_s))
+        asked = frames.WaitHint.parse(frame.body)
+        timeout_s = min(_HINT_WAIT_S_MAX, frames.checked_timeout(asked.timeout_s))
         hint = self._client.hint(asked.number)
         ended = hint is None or hint.wait(timeout_s)
-        answer = messages.HintStatus(ended, 0 if hint is None else hint.brought)
+        answer = frames.HintStatus(ended, 0 if hint is None else hint.brought)
         self._channel.send(FrameKind.BROUGHT, frame.serial, answer.body())
 
     def _cancel_hint(self, frame: Frame) -> None:
-        hint = self._client.hint(messages.Number.parse(frame.body).value)
+        hint = self._client.hint(frames.Number.parse(frame.body).value)
         if hint is not None:
             hint.cancel()
 
     def _session(self, frame: Frame) -> None:
-        head, raw = messages.split(messages.SessionUpdate, frame.body)
+        head, raw = frames.split(frames.SessionUpdate, frame.body)
         if head.state not in (SessionState.ALIVE, SessionState.PENDING, SessionState.CLOSED):
             raise WireError(f"a session in state {head.state}")
         name = _session_name(raw[: head.name_bytes])
-        words = messages.key_words(raw[head.name_bytes :])
+        words = frames.key_words(raw[head.name_bytes :])
         if (words[:, 0] != np.frombuffer(head.tag, np.uint64)).any():
             raise WireError("a session with keys of another namespace")
         keys = words if len(words) else None
@@ -367,95 +325,19 @@ class RequestHandler:
             return
         self._number(frame, self._store.sessions.update(head.tag, name, keys, state, head.start))
 
-    def _change(self, frame: Frame) -> None:
-        """Change the store. For the daemon's own user and root only."""
-        said = _parse_json(bytes(frame.body), "a change")
-        if not isinstance(said, dict) or set(said) != {"call", "tier", "value"}:
-            raise WireError("a change of another form")
-        if not all(isinstance(part, str) for part in said.values()):
-            raise WireError("a change of another form")
-        if said["call"] not in self._changes:
-            raise WireError(f"an unknown change {said['call']!r:.40}")
+    def _service(self, frame: Frame) -> None:
+        """Serve a call in JSON. The answer to an invalid call is REFUSED."""
         try:
-            self._check_may_change()
-            result = self._changes[said["call"]](said["tier"], said["value"])
-        except StateError:
-            raise
-        except (KVDepotError, OSError, ValueError) as error:
-            self._refuse(frame, getattr(error, "path", "") or said["tier"], error)
-        else:
-            self._number(frame, result or 0)
-
-    def _sessions(self, frame: Frame) -> None:
-        """Ask or do something about sessions."""
-        call, given = _parse_call(frame, _CALLS)
-        try:
-            self._check_may_call(call, given)
-            found = getattr(self._store.sessions, call)(**given)
-        except StateError:
+            answer = self._services.serve(bytes(frame.body))
+        except (StateError, WireError):
             raise
         except (KVDepotError, OSError, ValueError, TypeError) as error:
-            self._refuse(frame, getattr(error, "path", "") or "session", error)
+            self._refuse(frame, getattr(error, "path", "") or "daemon", error)
         else:
-            answer = found.as_dict() if isinstance(found, RetentionReceipt) else found
-            self._channel.send_text(frame.serial, json.dumps(answer, default=str).encode())
-
-    def _audits(self, frame: Frame) -> None:
-        """Ask or do something about audits. A client that has registered a namespace may report of
-        it; to end a quarantine is for the daemon's user and root.
-        """
-        call, given = _parse_call(frame, _AUDIT_CALLS)
-        found: Any = None
-        try:
-            if call == "report":
-                finding = _finding(given)
-                if not self._client.has_registered(finding.key[:TAG_BYTES]):
-                    self._check_may_change()
-                self._store.audits.report(finding)
-            else:
-                if call in ("lift", "purge"):
-                    self._check_may_change()
-                found = getattr(self._store.audits, call)(**given)
-        except StateError:
-            raise
-        except (KVDepotError, OSError, ValueError, TypeError) as error:
-            self._refuse(frame, getattr(error, "path", "") or "audit", error)
-        else:
-            self._channel.send_text(frame.serial, json.dumps(found).encode())
+            self._channel.send_text(frame.serial, answer)
 
     def _first_token(self, frame: Frame) -> None:
-        self._store.report_first_token(messages.FirstTokenTold.parse(frame.body).value())
-
-    def _check_may_call(self, call: str, given: Mapping[str, Any]) -> None:
-        """What changes a session is for the daemon's user and root, and for clients that have
-        registered its namespaces; files are for the first two.
-        """
-        if call in _ASKING or self._is_owner():
-            return
-        if call == "tell_prefill" and self._client.has_registered(_tag(given.get("namespace"))):
-            return
-        name = given.get("name")
-        if call in _WITH_FILES or name is None:
-            self._check_may_change()
-            return
-        wanted = given.get("namespace") or ""
-        tags = self._store.sessions.namespaces_of(name)
-        tags = [tag for tag in tags if not wanted or tag.hex() == wanted]
-        if not all(map(self._client.has_registered, tags)):
-            self._check_may_change()
-
-    def _is_owner(self) -> bool:
-        return self._channel.peer().uid in (0, os.getuid())
-
-    def _check_may_change(self) -> None:
-        """By the user at the other end, as the kernel knows it."""
-        peer = self._channel.peer()
-        if not self._is_owner():
-            raise ConfigError(
-                "daemon",
-                f"user {peer.uid} may use the store, not change its tiers",
-                hint=f"ask as root, or as the daemon's user ({os.getuid()})",
-            )
+        self._store.admin.report_first_token(frames.FirstTokenTold.parse(frame.body).value())
 
     def _refuse(self, frame: Frame, path: str, error: Exception) -> None:
         hint = getattr(error, "hint", "")
@@ -475,45 +357,11 @@ def _parse_json(text: bytes, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise WireError(f"{what} that is no JSON") from error
-
-
-def _parse_call(
-    frame: Frame, calls: Mapping[str, Mapping[str, tuple[type, ...]]]
-) -> tuple[str, dict[str, Any]]:
-    """One of these calls, and what it is given."""
-    said = _parse_json(bytes(frame.body), "a call")
-    if not isinstance(said, dict) or set(said) != {"call", "given"}:
-        raise WireError("a call of another form")
-    call, given = said["call"], said["given"]
-    known = calls.get(call) if isinstance(call, str) else None
-    if known is None or not isinstance(given, dict):
-        raise WireError("an unknown call")
-    if any(name not in known or type(given[name]) not in known[name] for name in given):
-        raise WireError(f"{call}: given what it does not take")
-    return call, given
-
-
-def _finding(given: Mapping[str, Any]) -> AuditFinding:
-    """ValueError or TypeError: it is none."""
-    numbers = (given.get("error"), given.get("tolerance"))
-    if not all(isinstance(one, int | float) and math.isfinite(one) for one in numbers):
-        raise ValueError("a finding without numbers")
-    key = check_key(bytes.fromhex(given.get("key", "")))
-    producer = str(given.get("producer", ""))[:PRODUCER_TEXT_MAX]
-    return AuditFinding(**{**given, "key": key, "producer": producer})
-
-
-def _tag(text: Any) -> bytes:
-    """Of a namespace; none where the text is no tag."""
-    try:
-        return bytes.fromhex(text or "")
-    except ValueError:
-        return b""
+        raise WireError(f"{what}: not JSON") from error
 
 
 def _session_name(raw: bytes) -> str:
     try:
-        return checked_name(messages.checked_text(raw, "a session's name"))
+        return checked_name(frames.checked_text(raw, "a session's name"))
     except ConfigError as error:
         raise WireError(str(error)) from error

@@ -1,4 +1,4 @@
-"""The orders in which blocks leave a tier, by name."""
+"""Eviction orders by name."""
 
 from collections.abc import Callable
 from typing import Final
@@ -17,11 +17,11 @@ ORDERS: Final[dict[str, Callable[[int], Order]]] = {
     "default": lambda _: ReuseDensity(),
     "value": PrefillValue,
 }
-"""By the tokens of a block."""
+"""Constructors, which take the number of tokens of a block."""
 
 
 def order_named(name: str, block_tokens: int = 256) -> Order:
-    """A fresh order for one tier of memory. Raises ConfigError for a name that is none."""
+    """A new order for one memory tier. ConfigError if no order has this name."""
     if name not in ORDERS:
         raise ConfigError("policy", f"{name!r} is not an eviction order", hint=" | ".join(ORDERS))
     return ORDERS[name](block_tokens)

@@ -1,4 +1,4 @@
-"""Orders to compare with: first in first out, least often used, S3-FIFO. LRU: core/order.py."""
+"""Eviction orders for comparison: FIFO, LFU, S3-FIFO. LRU is in core/order.py."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -16,7 +16,7 @@ _GHOSTS_PER_BLOCK: Final = 1.0
 
 
 class Fifo(Lru):
-    """The block that came first leaves first; uses do not count."""
+    """Evicts the block that came first; uses do not count."""
 
     moves_on_use = False
 
@@ -31,7 +31,7 @@ class Fifo(Lru):
 
 
 class Lfu(Lru):
-    """The block with the fewest hits since it came leaves first, of equals the least recent one."""
+    """Evicts the block with the fewest hits since it came; of equals the least recent one."""
 
     queues = _COUNT_MAX + 1
 
@@ -60,11 +60,11 @@ class Lfu(Lru):
 
 
 class S3Fifo(Lru):
-    """S3-FIFO: new blocks pass a short probation; those that are used there stay long.
+    """S3-FIFO: a short queue for new blocks, a long one for blocks that were used there.
 
-    Two queues, first in first out. From the short one a used block moves to the long one; an unused
-    block leaves and is remembered: if it comes back soon, it goes to the long queue at once. In the
-    long queue a used block goes round again, at most three times for each time around.
+    Both queues are first in first out. A used block moves from the short to the long queue; an
+    unused one is evicted, and if it comes back soon it enters the long queue at once. In the long
+    queue a used block is queued again, at most three times.
     """
 
     queues = 2

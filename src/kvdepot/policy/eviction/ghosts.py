@@ -1,7 +1,6 @@
-"""Ghosts: keys of blocks that have left, each with its last use and a note.
+"""Ghosts: keys of evicted blocks, each with its last use and a note.
 
-A direct-mapped table: one place for each key, and the next key for that place replaces it. A place
-takes 18 bytes. With as many places as blocks leave in a while, most of those are known.
+A direct-mapped table of 18 bytes per place: a key has one place, and replaces the key there.
 """
 
 from typing import Final, NamedTuple
@@ -14,17 +13,17 @@ _EMPTY: Final = -1
 
 
 class Ghost(NamedTuple):
-    """What is known of a block that left."""
+    """The record of an evicted block."""
 
     stamp: int
     note: int
 
 
 class Ghosts:
-    """A bounded memory of keys, by eight bytes of their digest."""
+    """A bounded table of keys, identified by eight bytes of their digest."""
 
     def __init__(self, per_block: float) -> None:
-        """Keep at least `per_block` places, at most twice as many, for each block of the tier."""
+        """Keep `per_block` to twice as many places for each block of the tier."""
         self._per_block = per_block
         self._make(_FIRST_PLACES)
 
@@ -51,7 +50,7 @@ class Ghosts:
         self._notes[at] = note
 
     def recall(self, digest: int) -> Ghost | None:
-        """What is known of the key; it is forgotten."""
+        """Remove and return the record of the key."""
         at = digest & self._mask
         stamp = self._stamps[at]
         if stamp == _EMPTY or self._tags[at] != digest >> 32:
@@ -62,7 +61,7 @@ class Ghosts:
         return Ghost(stamp, self._notes[at])
 
     def sample(self, count_max: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-        """Stamps and notes of some ghosts, and of how many places each stands for."""
+        """Stamps and notes of a sample of ghosts, and the number of places each represents."""
         step = max(1, self.places // count_max)
         stamps = self.stamps[::step]
         known = stamps != _EMPTY

@@ -1,9 +1,9 @@
-"""`value`: the block that saves the fewest GPU seconds for its place leaves first.
+"""The `value` order: evicts the block that saves the fewest GPU seconds for its place.
 
-A reuse of a block saves the prefill of its tokens. That takes longer the more context they attend
-to, so a block far down a prompt is worth more than one at its head. How likely a reuse is comes
-from `ReuseDensity`; each class of depth has queues of its own, and a reuse counts for its savings,
-in what is promised as in the recency that promises are held against.
+A reuse of a block saves the prefill of its tokens, which takes longer the more context they attend
+to; so a block deep in a prompt is worth more than one at its head. `ReuseDensity` estimates the
+chance of a reuse. Each class of depth has its own queues, and both the expected reuses and the
+recency of a block are multiplied by the worth of its class.
 """
 
 from bisect import bisect_right
@@ -15,17 +15,17 @@ from kvdepot.core.order import EvictionQueues, RowTable, TreeView
 from kvdepot.policy.eviction.reuse_density import QUEUES, ReuseDensity
 
 CROSSOVER_TOKENS: Final = 30_000.0
-"""The context at which attention takes as long as all the rest of a token's prefill: about that of
-a model of eight billion parameters; larger ones have more."""
+"""The context at which attention takes as long as the rest of a token's prefill; about right for a
+model of eight billion parameters, larger for larger models."""
 _BOUNDS: Final = (1.25, 1.75, 2.5, 3.5)
-"""Where classes of depth end, in costs of a token without context."""
+"""Upper bounds of the classes of depth, in costs of a token without context."""
 _WORTHS: Final = tuple(cost**0.5 for cost in (1.1, 1.5, 2.1, 3.0, 4.5))
-"""The roots of what a token costs in each class: deep blocks are reused less often than their kind,
-which knows no depth, says."""
+"""The square root of a token's cost in each class. The root, because deep blocks are reused less
+often than their kind, which ignores depth, predicts."""
 
 
 class PrefillValue(ReuseDensity):
-    """Fewest expected GPU seconds saved per place and time first."""
+    """Evicts the block with the fewest expected GPU seconds saved per place and time."""
 
     def __init__(self, block_tokens: int) -> None:
         super().__init__(_WORTHS)
@@ -41,6 +41,6 @@ class PrefillValue(ReuseDensity):
         return super().queue(row) + self._first.view[row]
 
     def entered(self, row: int) -> None:
-        at = bisect_right(self._bounds, self._tree.depth(row))
-        self._first.view[row] = at * QUEUES
+        depth_class = bisect_right(self._bounds, self._tree.depth(row))
+        self._first.view[row] = depth_class * QUEUES
         super().entered(row)

@@ -1,14 +1,14 @@
-"""The default order: the block that promises the fewest reuses for its place leaves first.
+"""The default order: evicts the block with the fewest expected reuses for its place.
 
-A block's kind is how many times its session has come back, and how often it was used itself: a tail
-inherits the promise of the prefix it continues, and blocks that many sessions share are judged by
-all of them. `ReuseRates` counts how soon each kind is reused, also for blocks that have left
-(ghosts.py), so that the order knows what a longer stay would have brought.
+The kind of a block is the number of times its session has come back and the number of its own uses.
+A tail inherits the count of the prefix it continues; blocks that many sessions share count the uses
+of all. `ReuseRates` measures how soon each kind is reused, also after eviction (ghosts.py), which
+shows the hits that a longer stay would have brought.
 
-Where the tier is large enough, recency is hard to beat and counts are noise. So the least recently
-used block leaves unless another one promises clearly less, and how clearly is learnt: the fewer
-reuses of ghosts, the closer to LRU; and the hits that plain LRU would have had (`LruShadow`)
-against the real hits move the trust in the counts up and down.
+In a large tier recency is hard to beat and counts are noise. So the least recently used block is
+evicted unless another one has a clearly smaller expectation. The threshold is learnt: the fewer
+reuses of ghosts, the closer to LRU; and trust in the counts rises or falls with the difference
+between real hits and those that plain LRU would have had (`LruShadow`).
 """
 
 from bisect import bisect_right
@@ -30,16 +30,16 @@ _STEPS_PER_OCTAVE: Final = 2
 _OCTAVES: Final = 34
 _AGE_MIN: Final = 16
 _DECAY: Final = 0.99
-"""What a count is worth one period later."""
+"""The factor by which counts fall in each period."""
 _PRIOR: Final = 0.05
-"""A kind is taken for average until this share of the tier has been watched for one period."""
+"""Weight of the average of all kinds, as a share of the tier watched for one period."""
 
 AGES: Final[list[int]] = [
     (_AGE_MIN * (_STEPS_PER_OCTAVE + step) << octave) // _STEPS_PER_OCTAVE if octave + step else 0
     for octave in range(_OCTAVES)
     for step in range(_STEPS_PER_OCTAVE)
 ]
-"""Where each age bucket starts, in block uses."""
+"""Start of each age bucket, in block uses."""
 _AGES: Final = np.array(AGES, dtype=np.int64)
 _WIDTHS: Final = np.diff(np.append(_AGES, 2 * _AGES[-1])).astype(np.float64)
 
@@ -49,8 +49,8 @@ def bucket(age: int) -> int:
 
 
 def buckets(ages: Ints) -> Ints:
-    found: Ints = np.searchsorted(_AGES, ages, side="right") - 1
-    return found
+    numbers: Ints = np.searchsorted(_AGES, ages, side="right") - 1
+    return numbers
 
 
 class ReuseRates:
@@ -71,15 +71,15 @@ class ReuseRates:
         np.add.at(self._cells, kinds * len(AGES) + buckets(ages), np.float64(1.0))
 
     def exposed(self, kinds: Ints, ages: Ints, each: float) -> None:
-        """Blocks of these kinds and ages were there; each stands for `each` blocks times uses."""
+        """Add `each` blocks times uses of exposure for each of these kinds and ages."""
         cells = kinds * self._shape[1] + buckets(ages)
         counts = np.bincount(cells, minlength=self._reuses.size).reshape(self._shape)
         self._exposure += each * counts.astype(np.float64)
 
     def refresh(self, now: int, prior: float, boost: Floats) -> None:
-        """Bring `density` up to date, each kind's times its boost, and let the past fade.
+        """Update `density`, each kind's multiplied by its boost, and decay the counts.
 
-        `prior` is how many blocks times uses make a period.
+        `prior`: blocks times uses of one period.
         """
         seen = bucket(now) + 1
         reuses, exposure = self._reuses[:, :seen], self._exposure[:, :seen]
@@ -87,7 +87,7 @@ class ReuseRates:
         average = np.divide(reuses.sum(axis=0), total, out=np.zeros(seen), where=total > 0)
         weight = prior * _PRIOR
         rates: Floats = (reuses + weight * average) / (exposure + weight + 1e-9)
-        # Kinds of which nothing is known yet are all alike: one of them stands for the others.
+        # Kinds without counts are all alike, so one of them is computed for all.
         seen_kinds = reuses.any(axis=1) | exposure.any(axis=1)
         alike = np.flatnonzero(~seen_kinds)
         worked_out = np.append(np.flatnonzero(seen_kinds), alike[:1])
@@ -102,9 +102,9 @@ class ReuseRates:
 
 
 def _densities(rates: Floats, widths: Floats) -> Floats:
-    """For each kind and age the best of: chance of a reuse until then, over the time spent.
+    """For each kind and age the maximum, over all later ages, of chance of reuse per time spent.
 
-    `rates` are constant within a bucket; a block that is reused stops taking time.
+    `rates` are constant within a bucket; time ends with the reuse.
     """
     spent = rates * widths
     before = np.cumsum(spent, axis=1) - spent
@@ -121,16 +121,16 @@ _KEYS_MAX: Final = 2048
 
 
 class LruShadow:
-    """Sampled keys in order of use, as many as the tier's share of them."""
+    """Simulates LRU on a sample of keys, with the tier's capacity scaled to the sample."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
         self.bits = 0
-        """One key in 2 ** bits is in the sample."""
+        """One in 2 ** bits keys is in the sample."""
         self.capacity = 1
 
     def fit(self, blocks: int) -> None:
-        """The tier holds `blocks` now."""
+        """Adapt to a tier of `blocks`."""
         while blocks >> self.bits > _KEYS_MAX:
             self.bits += 1
             kept = [digest for digest in self._order if self.has(digest)]
@@ -140,7 +140,7 @@ class LruShadow:
             self._order.popitem(last=False)
 
     def has(self, digest: int) -> bool:
-        """Whether the key is in the sample. Other bits than those that places are chosen by."""
+        """True if the key is in the sample, by other bits than those that choose its place."""
         return not digest >> 64 - self.bits
 
     def sampled(self, digests: npt.NDArray[np.uint64]) -> list[int]:
@@ -150,7 +150,7 @@ class LruShadow:
         return chosen
 
     def touch(self, digests: Iterable[int]) -> int:
-        """Keys of the sample were asked for. Returns how many of them LRU would have had."""
+        """Record requests for keys of the sample. Returns the number of LRU hits."""
         order, had = self._order, 0
         to_end = order.move_to_end
         for digest in digests:
@@ -166,7 +166,7 @@ class LruShadow:
 
 _TURNS_MAX: Final = 3
 _USE_LEVELS: Final = 5
-"""Never, once, two or three times, four to seven times, more often."""
+"""Classes of use counts: 0, 1, 2 to 3, 4 to 7, more."""
 _KINDS: Final = (_TURNS_MAX + 1) * _USE_LEVELS
 _ALIVE, _PENDING, _CLOSED = _KINDS, _KINDS + 1, _KINDS + 2
 QUEUES: Final = _KINDS + 3
@@ -176,7 +176,7 @@ _BY_STATE: Final = {
     SessionState.CLOSED: _CLOSED,
 }
 _BOOST: Final = [1] * _KINDS + [4, 16, 1]
-"""A block with a hint promises so many times more, and counts as so many times younger."""
+"""Factor for each queue: a hinted block has more expected reuses and a smaller age by it."""
 _OUT: Final = 255
 _COUNT_MAX: Final = 255
 _FEW: Final = 12
@@ -189,12 +189,12 @@ _SAMPLE_MAX: Final = 1 << 16
 _MUCH: Final = 1e300
 
 _OVERRULE_MAX: Final = 0.8
-"""Recency is overruled by a promise smaller than this share of its own, at most."""
+"""Upper limit of `trust`."""
 _TRUST_FIRST, _TRUST_MIN, _TRUST_MAX = 0.8, 0.05, 4.0
 _HASTE: Final = 4.0
-"""Trust changes by this power of e when as many hits are won or lost as the tier has blocks."""
+"""Exponent by which trust changes if as many hits are won or lost as the tier has blocks."""
 _LATE_WEIGHT: Final = 4.0
-"""How much one reuse that came too late counts against one in time."""
+"""Weight of a reuse after eviction relative to a hit."""
 
 _LEVEL: Final = np.array([min(n.bit_length(), _USE_LEVELS - 1) for n in range(256)], np.uint8)
 _LEVELS: Final = [n.bit_length() for n in range(1 << _USE_LEVELS - 1)]
@@ -206,21 +206,21 @@ def _kind_of(turns: int, uses: int) -> int:
 
 
 _Look = tuple[int, int, int, float, float, int]
-"""The ends of a queue, cold and warm; age and promise of the cold one; the smaller of the two
-promises, and whose it is."""
+"""The cold and the warm end of a queue; age and expected reuses of the cold end; the smaller
+expectation of both ends, and its row."""
 _NO_MOMENT: Final = (-1, 0)
 _UNSEEN: Final[_Look] = (NO_ROW, NO_ROW, 0, 0.0, 0.0, NO_ROW)
 
 
 class ReuseDensity:
-    """Fewest expected reuses per place and time first."""
+    """Evicts the block with the fewest expected reuses per place and time."""
 
     moves_on_use = True
     takes_chains = True
 
     def __init__(self, worths: Sequence[float] = (1.0,)) -> None:
-        """`worths`: what a reuse is worth in each class of blocks. A class has its own queues, and
-        a block that is worth more counts as so much younger: chances of reuse fall with the age.
+        """`worths`: the worth of a reuse in each class of blocks. A class has its own queues, and
+        the age of a block is divided by its worth, because chances of reuse fall with age.
         """
         self._worths = worths
         self.queues = QUEUES * len(worths)
@@ -253,7 +253,10 @@ class ReuseDensity:
 
     @property
     def trust(self) -> float:
-        """How far the counts may overrule recency, from 0 (plain LRU) to 1."""
+        """The share of the LRU victim's expected reuses below which another block is evicted.
+
+        0 means plain LRU.
+        """
         late = _LATE_WEIGHT * self._late / (self._hits + 1.0)
         return min(_OVERRULE_MAX, self._trust * late, self._trust)
 
@@ -312,7 +315,10 @@ class ReuseDensity:
             since[parent] = since[row]
 
     def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
-        """Blocks that were used more often than their session came back belong to others too."""
+        """Set the kind of the session's blocks.
+
+        Blocks with more uses than their session came back are shared, and do not become CLOSED.
+        """
         if not rows:
             return
         kind, turns, uses = self._kind.view, self._turns.view, self._uses.view
@@ -324,7 +330,7 @@ class ReuseDensity:
             kind[row] = _BY_STATE.get(state, ordinary)
 
     def victim(self, group: int) -> int:
-        """Of the coldest and the warmest block of each kind the one that promises least."""
+        """The oldest block, or the end of a queue with clearly fewer expected reuses."""
         colds, warms = self._queues.ends(group)
         if not colds:
             return NO_ROW
@@ -333,7 +339,7 @@ class ReuseDensity:
                 return colds[closed]
         moment = (self._tree.now, self._periods)
         if moment != self._moment:
-            # What was seen at the ends of the queues holds until a block comes or is used.
+            # Looks at the ends of the queues stay valid until a block enters or is used.
             self._moment = moment
             self._looks = [_UNSEEN] * self.queues
         looks, boosts = self._looks, self._age_boost
@@ -363,11 +369,11 @@ class ReuseDensity:
         return cold, warm, age, promised, promised, cold
 
     def _filled(self, occupied: int) -> tuple[int, ...]:
-        found = self._filled_by_bits.get(occupied)
-        if found is None:
-            found = tuple(queue for queue in range(self.queues) if occupied >> queue & 1)
-            self._filled_by_bits[occupied] = found
-        return found
+        queues = self._filled_by_bits.get(occupied)
+        if queues is None:
+            queues = tuple(queue for queue in range(self.queues) if occupied >> queue & 1)
+            self._filled_by_bits[occupied] = queues
+        return queues
 
     def _hit(self, at: Ints, stamps: Ints) -> None:
         kinds = self._kind.array[at]
@@ -398,14 +404,14 @@ class ReuseDensity:
         self._passed(len(here))
 
     def _turns_of_child(self, parent: int) -> int:
-        """How many times the session of a new block has come back."""
+        """The number of times that the session of a new block has come back."""
         if parent == NO_ROW:
             return 0
         comes_back = int(self._uses.view[parent] > 0)
         return min(int(self._turns.view[parent]) + comes_back, _COUNT_MAX)
 
     def _learn(self, gained: int) -> None:
-        """So many more of the sampled keys were hit than plain LRU would have hit."""
+        """Adapt trust to `gained`, the hits of sampled keys minus those of plain LRU."""
         if gained:
             share = gained / self._shadow.capacity
             trust = self._trust * exp(_HASTE * min(1.0, max(-1.0, share)))

@@ -1,6 +1,6 @@
 """Fetch-or-recompute decisions for one engine, from models that learn from their outcome.
 
-No clock, no thread: times come in as facts. The simulator runs the same code.
+Has no clock and no thread: callers pass times in. The simulator runs the same code.
 """
 
 from collections import deque
@@ -29,14 +29,14 @@ from kvdepot.policy.fetching.speed_models import (
 )
 
 KEPT: Final = 256
-"""Decisions of each reason that the figures are about."""
+"""Latest decisions of each reason that the error statistics cover."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionError:
-    """Errors relative to what was measured.
+    """Errors relative to the measured times.
 
-    `bias`: by how much of their time decisions took longer than predicted; below zero, shorter.
+    `bias`: the share of their time by which prompts took longer than predicted; negative: shorter.
     """
 
     count: int
@@ -46,20 +46,20 @@ class PredictionError:
 
 
 class DecisionLog:
-    """Predicted and actual times to the first token, of the latest decisions of each reason."""
+    """Predicted and actual times to the first token of the latest decisions of each reason."""
 
     def __init__(self) -> None:
         self._pairs = {reason: deque[tuple[float, float]](maxlen=KEPT) for reason in Reason}
         self.counts = dict.fromkeys(Reason, 0)
 
     def record(self, decision: Decision, actual_s: float) -> None:
-        """Count a decision; where it predicted nothing, there is no error to keep."""
+        """Count a decision, and record its times if it has a finite prediction."""
         self.counts[decision.reason] += 1
         if isfinite(decision.predicted_s) and actual_s > 0.0:
             self._pairs[decision.reason].append((decision.predicted_s, actual_s))
 
     def error(self, reason: Reason | None = None) -> PredictionError | None:
-        """Of one reason or of all; None if there is nothing to tell."""
+        """The errors of one reason or of all; None without decisions."""
         reasons = Reason if reason is None else [reason]
         pairs = np.array([pair for each in reasons for pair in self._pairs[each]])
         if not len(pairs):
@@ -71,10 +71,10 @@ class DecisionLog:
 
 
 PROBE_EVERY: Final = 2
-"""A tier that was passed over this often in a row is asked for a little, to see how it is now; one
-that is far below its profile every time."""
+"""A tier is probed when it was passed over this many times in a row; a tier far below its profile
+every time."""
 PROBE_BYTES: Final = (4 << 20, 16 << 20)
-"""How little: by turns this much, or one block and three. Two sizes tell latency from bandwidth."""
+"""Sizes of alternate probes, at least PROBE_BLOCKS. Two sizes separate latency from bandwidth."""
 PROBE_BLOCKS: Final = (1, 3)
 IDLE: Final = EngineQueue()
 
@@ -97,7 +97,7 @@ class Advice:
 class Advisor:
     """The models of one engine and its tiers.
 
-    `profiles`: None for a tier that was not measured; `prefill`: what was learnt before, if any.
+    `profiles`: None for a tier that was not measured; `prefill`: the pace learnt before, if any.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class Advisor:
         queue: EngineQueue = IDLE,
         company: Callable[[], Company] = Company,
     ) -> Advice:
-        """Decide, and say whether a tier that was passed over should be looked at again.
+        """Returns the decision, and a probe if a tier that was passed over is due for one.
 
-        `outstanding_bytes`: by tier, asked and not there yet; a tier left out has none. Asking
-        twice is not the same as asking once: it counts as passing over a tier twice.
+        `outstanding_bytes`: bytes in flight by tier; a missing tier has none. Not idempotent: each
+        call counts as one pass over the tiers that are not used.
         """
         paces = {
             tier: model.pace(outstanding_bytes.get(tier, 0)) for tier, model in self.tiers.items()
@@ -135,7 +135,7 @@ class Advisor:
         return Advice(decision, self._probe(decision, runs, outstanding_bytes))
 
     def profiles(self) -> dict[str, TierProfile]:
-        """What has been learnt of the tiers."""
+        """The learnt profiles of the tiers."""
         return {
             tier: TierProfile(model.latency_s, model.bandwidth_bytes_s)
             for tier, model in self.tiers.items()
@@ -145,7 +145,7 @@ class Advisor:
     def _probe(
         self, decision: Decision, runs: Sequence[TierRun], outstanding_bytes: Mapping[str, int]
     ) -> Probe | None:
-        """Of the first tier that was passed over, if it is idle and a probe is due."""
+        """A probe of the first tier that was passed over, if it is idle and a probe is due."""
         used = {run.tier for run, blocks in zip(runs, decision.by_run, strict=True) if blocks}
         for tier in used:
             self._passed_over[tier] = 0

@@ -1,11 +1,10 @@
-"""How much of a matched prefix is worth fetching now; the engine recomputes the rest.
+"""Decides which blocks of a matched prefix to fetch; the engine recomputes the rest.
 
-A pure function of facts: the paces of tiers and prefill, the queue, what the engine can do. The KV
-of a block depends on the tokens before it, not on how their KV came to be there: prefill needs all
-before it in place, but blocks behind it may be fetched meanwhile. So a plan may have a hole: a head
-and a tail are fetched, and what lies between is recomputed. The last blocks are the most expensive
-to recompute, since they attend to all before them, so of a slow run the first blocks are recomputed
-and the last ones fetched.
+A pure function of the paces of tiers and prefill, the queue, and the features of the engine.
+Prefill of a block needs the KV of all tokens before it, but later blocks may be fetched at the same
+time. So a plan may have a hole: a head and a tail are fetched, and the blocks between them are
+recomputed. The last blocks are the most expensive to recompute, because they attend to all before
+them; of a slow run the first blocks are recomputed and the last ones fetched.
 """
 
 from bisect import bisect_left
@@ -23,23 +22,23 @@ from kvdepot.policy.fetching.speed_models import PrefillPace, TierPace
 Floats = npt.NDArray[np.float64]
 
 EXPLORE_SHARE: Final = 0.1
-"""A tier of which nothing is known is given this share of the time that its blocks can save."""
+"""A fetch from a tier of unknown speed may take this share of the time that its blocks can save."""
 EXPLORE_BYTES: Final = 1 << 30
-"""And is asked for no more than this, or for one block."""
+"""The most bytes of such a fetch, unless one block is larger."""
 EXPLORE_S: Final = 0.25
-"""How long we wait for such a tier while the speed of prefill is not known either."""
+"""The time of such a fetch if the speed of prefill is not known either."""
 MARGIN_SPREADS: Final = 4.0
 MARGIN_SHARE_MIN: Final = 0.5
-"""A fetch may be late by so many spreads, or by this share of its time, before we give up."""
+"""A fetch may be late by MARGIN_SPREADS spreads, and at least by this share of its time."""
 PATIENCE_SHARE: Final = 0.25
-"""And for this share of what the recompute takes, which is as much as giving up may cost."""
+"""A fetch has at least this share of the time of recomputing all."""
 FIRST_LOAD_S: Final = 1.0
-"""As long as the speed of prefill is not known, a fetch has at least this long."""
+"""The shortest deadline of a fetch while the speed of prefill is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLengths:
-    """Tokens of a prompt, and how many of the first ones the engine has the KV of."""
+    """Tokens of a prompt; the engine has the KV of the first `local_tokens`."""
 
     tokens: int
     block_tokens: int
@@ -48,7 +47,7 @@ class PromptLengths:
 
 @dataclass(frozen=True, slots=True)
 class TierRun:
-    """Matched blocks in a row that are fetched from one tier; sizes as they lie there."""
+    """Consecutive matched blocks in one tier; `size_bytes` is their stored size."""
 
     tier: str
     blocks: int
@@ -57,11 +56,11 @@ class TierRun:
 
 @dataclass(frozen=True, slots=True)
 class EngineQueue:
-    """What the engine does before this prompt, and beside it.
+    """Work of the engine before and during the prefill of a prompt.
 
-    `ahead_tokens`, `ahead_attention`: prefill that comes before, with its attention work.
+    `ahead_tokens`, `ahead_attention`: prefill before this prompt, with its attention work.
     `decodes`, `decode_context_tokens`: requests that take one token of every step, and the sum of
-    their contexts. `busy_s`: until the step that runs now is over; its work is not in the others.
+    their contexts. `busy_s`: the rest of the current step, which the other fields do not include.
     """
 
     ahead_tokens: int = 0
@@ -73,12 +72,12 @@ class EngineQueue:
 
 @dataclass(frozen=True, slots=True)
 class EngineFeatures:
-    """What the engine can do.
+    """Features of the engine.
 
     `chunk_tokens`: the most new tokens of one step.
-    `loads_while_queued`: blocks can be fetched for a prompt while others are computed.
-    `layer_steps`: in how many pieces, by layers, a fetch can overlap with the step that uses it.
-    `splits`: blocks behind a part that is being recomputed can be fetched meanwhile, and used.
+    `loads_while_queued`: blocks of a waiting prompt can be fetched while others are computed.
+    `layer_steps`: the number of layer ranges in which a fetch can overlap with the step that uses
+    it. `splits`: blocks after a hole can be fetched while the hole is recomputed.
     """
 
     chunk_tokens: int = 2048
@@ -88,7 +87,7 @@ class EngineFeatures:
 
 
 class PrefillTimes:
-    """Times of one prompt's prefill; index i of an array is for i blocks in place."""
+    """Prefill times of one prompt; element i of an array is the time with i blocks in place."""
 
     def __init__(
         self,
@@ -122,11 +121,11 @@ class PrefillTimes:
         )
 
     def saved_s(self, cut: int) -> float:
-        """What having the first blocks in place saves."""
+        """Prefill time saved by having the first `cut` blocks in place."""
         return float(self.suffix_s[0] - self.suffix_s[cut])
 
     def stretch_s(self, start: int, stop: int) -> float:
-        """Recompute of the blocks start..stop, when all before them is in place."""
+        """Time to recompute the blocks start..stop if all before them are in place."""
         begin, end = float(self.positions[start]), float(self.positions[stop])
         tokens = end - begin
         steps = max(tokens / self._chunk, 1.0) if tokens else 0.0
@@ -134,7 +133,7 @@ class PrefillTimes:
         return self._step_s * steps + self._pace.token_s * tokens + self._pace.pair_s * pairs
 
     def finish_s(self, fetch_s: Floats) -> Floats:
-        """The time to the first token, where fetching the first i blocks takes fetch_s[i]."""
+        """The time to the first token if fetching the first i blocks takes fetch_s[i]."""
         hidden = self.queue_s if self._engine.loads_while_queued else 0.0
         lag: Floats = np.maximum(fetch_s - hidden, 0.0)
         finish: Floats = self.queue_s + lag + self.suffix_s
@@ -143,18 +142,18 @@ class PrefillTimes:
         return finish
 
     def _overlap_s(self, lag: Floats) -> Floats:
-        """What layer by layer saves: only the first step of the rest can run beside the fetch.
+        """Time saved by fetching layer by layer: the fetch overlaps with the first step.
 
-        Its attention to the context is left out, so that this never saves too much.
+        Leaves out the step's attention to the context, so the result is never too large.
         """
         step_s = self._step_s + self._pace.token_s * self._chunk
-        beside: Floats = np.minimum(np.minimum(self.suffix_s, step_s), lag)
-        saved: Floats = beside * (1.0 - 1.0 / self._engine.layer_steps)
+        overlap: Floats = np.minimum(np.minimum(self.suffix_s, step_s), lag)
+        saved: Floats = overlap * (1.0 - 1.0 / self._engine.layer_steps)
         return saved
 
 
 def fetch_seconds(runs: Sequence[TierRun], paces: Mapping[str, TierPace]) -> Floats:
-    """How long fetching the first i blocks takes; tiers work side by side, each in order."""
+    """The time to fetch the first i blocks; tiers work in parallel, each in order."""
     seconds: Floats = np.arange(sum(run.blocks for run in runs) + 1, dtype=np.float64)
     until = dict.fromkeys(paces, 0.0)
     start = 0
@@ -176,10 +175,10 @@ def fetch_seconds(runs: Sequence[TierRun], paces: Mapping[str, TierPace]) -> Flo
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """Fetch the blocks before `cut` without those of the hole.
+    """Fetch the blocks before `cut` except those of the hole.
 
-    `fetch_s`: when all of them are there; `busy_s`: until when the engine computes other things;
-    `finish_s`: the time to the first token.
+    `fetch_s`: the time until all are fetched; `busy_s`: the time until the engine has computed
+    other prompts and the hole; `finish_s`: the time to the first token.
     """
 
     cut: int
@@ -191,7 +190,7 @@ class FetchPlan:
 
 
 class SplitPlans:
-    """Plans with a hole: one part is recomputed while what lies behind it is fetched."""
+    """Plans with a hole: a part is recomputed while the blocks after it are fetched."""
 
     def __init__(
         self,
@@ -214,9 +213,9 @@ class SplitPlans:
             start = stop
 
     def best(self, cuts: Iterable[int], otherwise: FetchPlan) -> FetchPlan:
-        """The fastest plan with one of these cuts and a hole from a border between tiers on.
+        """The fastest plan with one of these cuts and a hole that starts at a run.
 
-        `otherwise` is the fastest without, and stays if none is faster.
+        Returns `otherwise`, the fastest plan without a hole, if no plan is faster.
         """
         best = otherwise
         for cut in cuts:
@@ -227,7 +226,7 @@ class SplitPlans:
         return best
 
     def _balanced(self, start: int, cut: int) -> FetchPlan:
-        """The hole that is computed just when the tail behind it is there."""
+        """The plan whose hole is recomputed in the time that the tail takes to fetch."""
 
         def computed_first(stop: int) -> bool:
             return self._busy_s(start, stop) >= self._tail_s(start, stop, cut)
@@ -250,7 +249,7 @@ class SplitPlans:
         return begin_s + self._times.stretch_s(start, stop)
 
     def _tail_s(self, start: int, stop: int, cut: int) -> float:
-        """When the head before the hole and the tail behind it are there."""
+        """The time until the head before the hole and the tail after it are fetched."""
         until = [0.0] * len(self._waits)
         for first, last, block_s, tier in self._parts:
             blocks = last - first if last <= start else min(last, cut) - max(first, stop)
@@ -261,14 +260,14 @@ class SplitPlans:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to fetch, how long to wait for it, and what is expected of it.
+    """The blocks to fetch, the deadline, and the predicted times.
 
-    Of the matched blocks those before `cut_blocks` are fetched, but for `hole_blocks` from
-    `hole_start` on, which the engine recomputes meanwhile. `deadline_s` and `fetch_s` count from
-    now; what has not come by the deadline is recomputed too, which takes `saved_s` for all of it.
-    `backoff_s`: prefill that is left when all has come. Times to the first token:
-    `predicted_s` of this decision, `fetch_all_s` of fetching all that can be asked for,
-    `recompute_s` of fetching nothing; inf where the speed of prefill is not known.
+    The matched blocks before `cut_blocks` are fetched, except `hole_blocks` from `hole_start` on,
+    which the engine recomputes meanwhile. `deadline_s` and `fetch_s` count from now. Blocks that
+    are late at the deadline are recomputed too; all of them together take `saved_s`.
+    `backoff_s`: prefill that remains after the fetch. Times to the first token: `predicted_s` of
+    this decision, `fetch_all_s` of fetching as much as possible, `recompute_s` of fetching nothing;
+    inf if the speed of prefill is not known.
     """
 
     cut_blocks: int
@@ -297,11 +296,11 @@ def decide(
     queue: EngineQueue,
     engine: EngineFeatures,
 ) -> Decision:
-    """The choice with the shortest predicted time to the first token; among equals, most fetched.
+    """The plan with the shortest predicted time to the first token; of equals, the longest fetch.
 
-    `runs`: the matched blocks head first, from the first one that the engine does not have whole;
-    each in the fastest tier that holds it. `tiers`: the pace of each tier; None for one of which
-    nothing is known. Never predicts more than the better of fetching all and recomputing all.
+    `runs`: the matched blocks in order, from the first one that the engine does not have in full,
+    each in the fastest tier that has it. `tiers`: the pace of each tier; None if it is unknown.
+    The predicted time is never longer than the better of fetching all and recomputing all.
     """
     asked = _askable(runs, tiers)
     blocks = sum(run.blocks for run in asked)
@@ -310,7 +309,7 @@ def decide(
         plan, fetch_all_s, recompute_s = _fastest(times, asked, tiers, splits=engine.splits)
         saved_s, backoff_s = times.saved_s(plan.cut), float(times.suffix_s[plan.cut])
     else:
-        # As long as no step was seen, a hit is taken to be worth its time.
+        # Before the first step was measured, all hits are fetched.
         fetch_s = float(fetch_seconds(asked, _paces(asked, tiers, EXPLORE_S))[-1])
         plan, fetch_all_s, recompute_s = FetchPlan(blocks, 0, 0, fetch_s, 0.0, inf), inf, inf
         saved_s, backoff_s = inf, 0.0
@@ -339,7 +338,7 @@ def _fastest(
     *,
     splits: bool,
 ) -> tuple[FetchPlan, float, float]:
-    """The fastest plan, and the times of fetching all and of recomputing all."""
+    """The fastest plan, the time of fetching all, and the time of recomputing all."""
     blocks = times.blocks
     paces = _paces(runs, tiers, EXPLORE_SHARE * times.saved_s(blocks))
     fetch_s = fetch_seconds(runs, paces)
@@ -352,7 +351,7 @@ def _fastest(
 
 
 def _askable(runs: Sequence[TierRun], tiers: Mapping[str, TierPace | None]) -> list[TierRun]:
-    """The runs up to where an unknown tier has been asked for enough."""
+    """The runs, cut after EXPLORE_BYTES from tiers of unknown speed."""
     asked: list[TierRun] = []
     left = EXPLORE_BYTES
     for run in runs:
@@ -369,7 +368,7 @@ def _askable(runs: Sequence[TierRun], tiers: Mapping[str, TierPace | None]) -> l
 def _paces(
     runs: Sequence[TierRun], tiers: Mapping[str, TierPace | None], explore_s: float
 ) -> dict[str, TierPace]:
-    """A tier of which nothing is known is taken to be just fast enough for its time."""
+    """The pace of each tier; a tier of unknown speed is assumed to take `explore_s`."""
     paces: dict[str, TierPace] = {}
     for run in runs:
         pace = tiers[run.tier]
@@ -392,9 +391,9 @@ def split_by_run(runs: Sequence[TierRun], plan: FetchPlan) -> tuple[int, ...]:
 
 
 def deadline_of(plan: FetchPlan, used: Sequence[TierPace | None], recompute_s: float) -> float:
-    """Waiting is free while the engine is busy, and never longer than a recompute takes.
+    """The deadline of a fetch: its time with a margin, at least until the engine is free.
 
-    A fetch from tiers that are not known may not be late at all.
+    Never more than `recompute_s`. Without margin if the speed of all used tiers is unknown.
     """
     if not plan.cut:
         return 0.0
@@ -406,11 +405,11 @@ def deadline_of(plan: FetchPlan, used: Sequence[TierPace | None], recompute_s: f
 
 
 def worth_waiting_s(came: int, late: int, elapsed_s: float, recompute_s: float) -> float:
-    """How much longer to wait at the deadline of a fetch of which some blocks have come.
+    """How much longer to wait for the late blocks of a fetch at its deadline; 0: give up.
 
-    The rest is taken to come as fast as what came. It is waited for if that is sooner than its
-    recompute, its share of `recompute_s`; 0: give up. What lies behind counts as much as what
-    lies before, so this is right for the tail of a fetch and rather too short for its head.
+    Assumes that the late blocks come as fast as the others did, and waits if that is sooner than
+    recomputing them, their share of `recompute_s`. All blocks count alike, so the result is right
+    for the tail of a fetch and too short for its head.
     """
     if not came or not late:
         return 0.0

@@ -1,10 +1,9 @@
-"""How much of each waiting prompt to fetch, so that all requests together lose least. Pure.
+"""Decides how much of each waiting prompt to fetch so that the sum of all waits is smallest. Pure.
 
-For one prompt alone a tier that is slower than the engine is of no use. With others waiting it is
-capacity beside the engine: what it brings, the engine need not compute, and the others are served
-sooner. The model: tiers serve prompts in order, each its own; the engine takes prompts in the order
-in which they are ready; a second of prefill is a second lost for every request that is being
-answered or comes after it.
+For one prompt alone, a tier that is slower than the engine does not help. If others wait, it does:
+the engine need not compute the blocks that are fetched, and the others are served sooner. The
+model: each tier serves prompts in order; the engine takes prompts in the order in which they are
+ready; a second of prefill delays every request that is being answered or comes later by a second.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,22 +28,21 @@ from kvdepot.policy.fetching.fetch_or_recompute import (
 from kvdepot.policy.fetching.speed_models import PrefillPace, TierPace
 
 STRETCH_MAX: Final = 2.0
-"""No prompt is made to wait for its first token so many times longer than the way that is fastest
-for it, as things are."""
+"""Limit of a prompt's time to the first token, relative to its own fastest plan."""
 ANSWER_SHARE: Final = 0.5
-"""A request that is being answered loses this share of each second of prefill: on the average it is
-half through."""
+"""The share of a second of prefill by which a request that is being answered is delayed: on average
+half of its answer is done."""
 WAITING_MAX: Final = 3
-"""Prompts that are planned for beside the one to decide on."""
+"""Maximum number of waiting prompts that are planned together with the one to decide on."""
 CUTS_MAX: Final = 4
-"""Ways to cut a prompt that are tried besides nothing, all and its own fastest."""
+"""Cuts of a prompt that are tried besides nothing, all and its own fastest."""
 SWEEPS: Final = 3
-"""How often each prompt of a plan is thought over."""
+"""Maximum number of passes over the prompts of a plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchingPrompt:
-    """A prompt that is being fetched: when it is ready, and what is left to compute then."""
+    """A prompt that is being fetched: the time until it is ready, and its remaining prefill."""
 
     ready_s: float
     work_s: float
@@ -52,7 +50,7 @@ class FetchingPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MatchedPrompt:
-    """A prompt and where its blocks are: `runs` as `decide` takes them."""
+    """A prompt and its matched blocks; `runs` as for `decide`."""
 
     lengths: PromptLengths
     runs: Sequence[TierRun]
@@ -60,10 +58,10 @@ class MatchedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """Requests besides the prompt to decide on.
+    """Other requests than the prompt to decide on.
 
-    `loads`: what is being fetched. `waiting`: prompts that come after it. `answered`: requests that
-    are being answered; `behind`: those that wait and of which nothing is known.
+    `loads`: prompts that are being fetched. `waiting`: prompts that come later. `answered`: the
+    number of requests that are being answered; `behind`: of waiting ones without known lengths.
     """
 
     loads: tuple[FetchingPrompt, ...] = ()
@@ -77,7 +75,7 @@ class Company:
 
 @dataclass(frozen=True, slots=True)
 class FetchOption:
-    """One way to serve a prompt: how long each tier works for it, and the engine after that."""
+    """One way to serve a prompt: the time of each tier, and the time of the engine after that."""
 
     cut: int
     tiers_s: Mapping[str, float]
@@ -86,7 +84,7 @@ class FetchOption:
 
 @dataclass(frozen=True, slots=True)
 class QueuedPrompt:
-    """A prompt with its ways to be served, and when its first token is due."""
+    """A prompt with its options, and the deadline of its first token."""
 
     options: tuple[FetchOption, ...]
     deadline_s: float = inf
@@ -94,10 +92,11 @@ class QueuedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class QueueModel:
-    """What is there when the first prompt is decided on.
+    """The state of tiers and engine when the first prompt is decided on.
 
-    `waits_s`: when each tier begins with what is asked of it next; `engine_s`: when the engine has
-    computed what is ready now; `losers`: how many requests lose each second of prefill besides.
+    `waits_s`: the time until each tier starts with the next request; `engine_s`: until the engine
+    has computed the prompts that are ready; `losers`: the number of other requests that each second
+    of prefill delays.
     """
 
     waits_s: Mapping[str, float]
@@ -106,7 +105,7 @@ class QueueModel:
     losers: float = 0.0
 
     def finish_s(self, chosen: Sequence[FetchOption]) -> tuple[list[float], float]:
-        """When each prompt has its first token, and the sum of what all requests wait."""
+        """The time to the first token of each prompt, and the sum of the waits of all requests."""
         jobs = [(load.ready_s, load.work_s, -1) for load in self.loads]
         free = dict(self.waits_s)
         for number, option in enumerate(chosen):
@@ -126,11 +125,11 @@ class QueueModel:
 
 
 def plan_queue(model: QueueModel, prompts: Sequence[QueuedPrompt]) -> list[FetchOption]:
-    """An option for each prompt: the least sum of waits that was found.
+    """Choose an option for each prompt, with the smallest sum of waits that a local search finds.
 
-    Never a larger one than fetching all, recomputing all or each prompt's own fastest way in turn,
-    of those that keep to the deadlines; if none does, the fewest prompts are late. The first option
-    of a prompt is to recompute all, the last to fetch all.
+    The fewest late prompts come first, then the sum. The search starts with each prompt's own
+    fastest option, recomputing all and fetching all, and is never worse than these. The first
+    option of a prompt is to recompute all, the last to fetch all.
     """
     starts = [
         decide_separately(model, prompts),
@@ -139,16 +138,16 @@ def plan_queue(model: QueueModel, prompts: Sequence[QueuedPrompt]) -> list[Fetch
     ]
     best, best_cost = starts[0], _cost(model, prompts, starts[0])
     for start in starts:
-        found, cost = _improved(model, prompts, start)
+        options, cost = _improved(model, prompts, start)
         if cost < best_cost:
-            best, best_cost = found, cost
+            best, best_cost = options, cost
     return best
 
 
 def _improved(
     model: QueueModel, prompts: Sequence[QueuedPrompt], start: Sequence[FetchOption]
 ) -> tuple[list[FetchOption], tuple[int, float]]:
-    """Change one prompt at a time for as long as that helps."""
+    """Change one prompt at a time as long as that lowers the cost."""
     best, cost = list(start), _cost(model, prompts, start)
     for _ in range(SWEEPS):
         before = cost
@@ -166,14 +165,16 @@ def _improved(
 def _cost(
     model: QueueModel, prompts: Sequence[QueuedPrompt], chosen: Sequence[FetchOption]
 ) -> tuple[int, float]:
-    """Prompts that are late, then the sum of waits."""
+    """The number of late prompts, then the sum of waits."""
     finish_s, total_s = model.finish_s(chosen)
-    late = sum(at > prompt.deadline_s for at, prompt in zip(finish_s, prompts, strict=True))
+    late = sum(
+        seconds > prompt.deadline_s for seconds, prompt in zip(finish_s, prompts, strict=True)
+    )
     return late, total_s
 
 
 def decide_separately(model: QueueModel, prompts: Sequence[QueuedPrompt]) -> list[FetchOption]:
-    """The shortest time to the first token for one prompt after the other."""
+    """Choose for one prompt after the other the shortest time to its first token."""
     chosen: list[FetchOption] = []
     for prompt in prompts:
         chosen.append(
@@ -193,11 +194,11 @@ def decide_jointly(
     engine: EngineFeatures,
     company: Callable[[], Company],
 ) -> Decision:
-    """As `decide`, but more is fetched where the other requests gain more than this one loses.
+    """Like `decide`, but fetches more if the other requests gain more than this one loses.
 
-    The first token is not predicted later than STRETCH_MAX times that of the prompt's own fastest
-    way. Where speeds are not known, or there are no others, the decision is that of `decide`.
-    `company` is asked only if that leaves blocks to recompute.
+    The predicted time to the first token is at most STRETCH_MAX times that of the prompt's own
+    fastest plan. Returns the decision of `decide` if speeds are unknown or there are no other
+    requests. `company` is called only if that decision leaves blocks to recompute.
     """
     runs = prompt.runs
     alone = decide(prompt.lengths, runs, prefill, tiers, queue, engine)
@@ -241,13 +242,13 @@ def decide_jointly(
 def _within_stretch(
     model: QueueModel, options: Sequence[tuple[FetchOption, ...]], own_s: float
 ) -> tuple[list[FetchOption], float, float]:
-    """A plan, when the first prompt has its first token by it, and by when it is due.
+    """A plan, the first prompt's time to the first token by that plan, and its deadline.
 
-    `own_s`: when it would have it by a decision for itself, after all that is being fetched.
+    `own_s`: its time by a decision for itself, after all that is being fetched.
     """
-    selfish = decide_separately(model, [QueuedPrompt(each) for each in options])
-    soonest_s, _ = model.finish_s(selfish)
-    due_s = [STRETCH_MAX * one for one in (min(soonest_s[0], own_s), *soonest_s[1:])]
+    separate = decide_separately(model, [QueuedPrompt(each) for each in options])
+    soonest_s, _ = model.finish_s(separate)
+    due_s = [STRETCH_MAX * seconds for seconds in (min(soonest_s[0], own_s), *soonest_s[1:])]
     prompts = [QueuedPrompt(each, due) for each, due in zip(options, due_s, strict=True)]
     chosen = plan_queue(model, prompts)
     finish_s, _ = model.finish_s(chosen)
@@ -257,7 +258,7 @@ def _within_stretch(
 def _options(
     runs: Sequence[TierRun], paces: Mapping[str, TierPace], times: PrefillTimes, preferred: int
 ) -> tuple[FetchOption, ...]:
-    """Nothing, all, the preferred cut, and some cuts between: at borders, in the middle of runs."""
+    """Options with nothing, all, `preferred`, and some cuts at the ends and middles of runs."""
     between, start = list[int](), 0
     for run in runs:
         between += [start + run.blocks // 2, start + run.blocks]

@@ -1,9 +1,8 @@
-"""How fast prefill and the tiers are, learnt from measurements as they come. Pure.
+"""Models of the speed of prefill and of the tiers, fitted to measurements. Pure.
 
-Both are durations that are sums of non-negative costs: least squares of the relative error over a
-few recent samples of every size, so that a stream of small ones does not wash out what large ones
-told. Where the samples cannot tell the costs apart (all of one size), they keep the proportions
-that were assumed or learnt before.
+A duration is a sum of non-negative costs, fitted by least squares of the relative error. A few
+recent samples of each size class count, so that many small samples do not outweigh the large ones.
+If all samples have one size, the costs keep the proportions assumed or learnt before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,44 +14,43 @@ import numpy as np
 import numpy.typing as npt
 
 DEPTH: Final = 8
-"""Samples kept of each size class at most."""
+"""Maximum number of samples kept of each size class."""
 CLASSES: Final = 24
 CLASS_BITS: Final = 2
 """Sizes within a factor of four share a class."""
 PRIOR_WEIGHT: Final = 0.3
-"""What the assumed proportions weigh, in samples."""
+"""The weight of the assumed proportions, in samples."""
 ANCHOR_MIN: Final = 0.1
-"""The least an assumed cost may fall to, as a share of the first assumption, so that it can
-rise again."""
+"""Lower bound of an assumed cost, as a share of the first assumption, so that it can rise again."""
 CONSTANT_SHARE_MAX: Final = 0.5
-"""The most of a duration that is assumed to be constant."""
+"""The largest share of a duration that is assumed to be constant."""
 DOUBTED: Final = 0.03
-"""What a surprising sample weighs until others confirm it."""
+"""The weight of a surprising sample until others confirm it."""
 ODD_SHARE_MAX: Final = 0.4
-"""When more than this disagrees with a fit, it is the fit that is wrong."""
+"""If outliers have more than this share of the weight, the fit is wrong and they are kept."""
 SPREAD_UNSEEN: Final = 0.5
-"""How far an assumption may be off before anything was measured."""
+"""The spread of an assumption before the first measurement."""
 SPREAD_FIRST: Final = 0.15
 SPREAD_GAIN: Final = 0.1
 SPREAD_CLIP: Final = 4.0
-"""One sample counts for at most this many times the variance: stalls are not noise."""
+"""Limit of one sample's squared error, in variances: stalls are not noise."""
 MISFIT_MAX: Final = 2.0
-"""A fit to old and new samples with a larger error than this, in variances, mixes two speeds."""
+"""A fit to old and new samples with a larger error, in variances, mixes two speeds."""
 LIMIT_MIN: Final = 0.25
 LIMIT_MAX: Final = 0.7
-"""Relative errors (natural log) below the one are never a surprise, above the other always."""
+"""Relative errors (natural log) below LIMIT_MIN are never a surprise, above LIMIT_MAX always."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleWeighting:
-    """How long samples count, and what it takes to end that.
+    """The weights of old samples, and the number of surprises that make a change of speed.
 
-    `fade`, `fade_any`: how much less a sample counts (natural log) for each newer one of its size
-    class, and of any. `confirm`: how many surprises that agree are a change and not a hiccup.
-    `constant_stays`: a change of speed is taken to be in the cost of the work and not in the
-    constant; otherwise in all costs alike.
+    `fade`, `fade_any`: loss of weight (natural log) for each newer sample of the size class, and of
+    any class. `confirm`: the number of consistent surprises that count as a change.
+    `constant_stays`: a change affects the cost of the work, not the constant; otherwise all costs
+    by the same factor.
     """
 
     fade: float
@@ -64,9 +62,9 @@ class SampleWeighting:
 class LinearFit:
     """seconds = costs · features; the features are (1, size, …), the costs never negative.
 
-    `shape`: the costs as assumed; if not `to_scale`, only their proportions are meant, and the
-    first sample gives the scale. A surprise is doubted until it is confirmed; a confirmed one that
-    contradicts the earlier samples ends their influence.
+    `shape`: the assumed costs; without `to_scale` only their proportions count, and the first
+    sample sets the scale. A surprise has little weight until it is confirmed; a confirmed one that
+    contradicts the earlier samples removes them.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class LinearFit:
 
     @property
     def doubting(self) -> bool:
-        """Whether recent surprises wait to be confirmed or contradicted."""
+        """True while recent surprises are neither confirmed nor contradicted."""
         return bool(self._streak)
 
     @property
@@ -106,11 +104,11 @@ class LinearFit:
         return min(max(3.0 * self.spread_share, LIMIT_MIN), LIMIT_MAX)
 
     def assume(self, features: Sequence[float]) -> None:
-        """Count what the costs say now as a sample: measurements have to outweigh it."""
+        """Add the current estimate as a sample, which measurements must outweigh."""
         self._enter(features, self.value(features), 1.0)
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
-        """Learn from one measurement. One that is not above 0 and finite is ignored."""
+        """Learn from one measurement; ignored unless positive and finite."""
         if not (seconds > 0.0 and isfinite(seconds)):
             return
         self._measured += 1
@@ -146,10 +144,10 @@ class LinearFit:
         return row
 
     def _confirmed(self, row: int, error: float, surprise: bool) -> bool:
-        """Whether there are enough surprises now to take them for a change.
+        """True if there are enough surprises to count as a change.
 
-        A sample that is no surprise contradicts those of its size; a surprise of the other sign
-        contradicts all. Surprises far apart in time are not counted together.
+        A sample that is not a surprise contradicts those of its size class; a surprise of the other
+        sign contradicts all. Surprises far apart in time are not counted together.
         """
         oldest = self.samples - 3 * self._memory.confirm
         self._streak = [entry for entry in self._streak if self._stamp[entry[0]] > oldest]
@@ -163,7 +161,7 @@ class LinearFit:
         return enough or len(self._streak) >= 2 * self._memory.confirm
 
     def _agreeing(self) -> list[int]:
-        """Rows of the streak with about the same error as its last; a stall has a larger one."""
+        """Rows of the streak with about the same error as the last; stalls have a larger one."""
         if not self._streak:
             return []
         last = abs(self._streak[-1][1])
@@ -185,7 +183,7 @@ class LinearFit:
     def _between(self, costs: Floats) -> Floats:
         """The new assumption: the geometric mean of the first assumption and these costs.
 
-        A cost that mattered little in the samples is not known well.
+        The mean, because a cost with a small share in the samples is not known well.
         """
         scale = np.full(len(costs), costs[1] / self._first[1] if costs[1] > 0.0 else 1.0)
         if self._memory.constant_stays:
@@ -195,7 +193,7 @@ class LinearFit:
         return halfway
 
     def _misfit(self) -> float:
-        """How far the samples lie from the fit, in variances."""
+        """Weighted mean squared error of the samples, in variances."""
         rows = np.flatnonzero(self._trust)
         weights = self._weights(rows)
         errors = np.log(self._seconds[rows] / (self._features[rows] @ self.costs))
@@ -210,7 +208,7 @@ class LinearFit:
         return weights
 
     def _refit(self) -> None:
-        """Solve, and once more with little weight on what the rest contradicts."""
+        """Solve, then solve again with less weight on outliers."""
         rows = np.flatnonzero(self._trust)
         features, seconds, trust = self._features[rows], self._seconds[rows], self._trust[rows]
         weights = self._weights(rows)
@@ -221,10 +219,10 @@ class LinearFit:
             self._solve(features, seconds, weights, trust)
 
     def _solve(self, features: Floats, seconds: Floats, weights: Floats, trust: Floats) -> None:
-        """Each sample in units of its estimate so far, each cost as its share of a mean sample.
+        """Solve with each sample relative to its estimate, each cost as a share of a mean sample.
 
-        In these units the assumption is as strong for a small cost as for the largest, and all
-        samples count alike.
+        In these units the assumption is as strong for small costs as for large ones, and all
+        samples have equal weight.
         """
         estimates: Floats = features @ self.costs
         relative: Floats = features / estimates[:, None]
@@ -246,7 +244,7 @@ class LinearFit:
         self.costs = tuple((solved / mean).tolist())
 
     def _assumed(self, mean: Floats, whole: float) -> Floats:
-        """The shares of a mean sample by assumption alone."""
+        """The assumed shares of the costs in a mean sample."""
         assumed: Floats = self._anchor * mean
         if self._memory.constant_stays:
             assumed[0] = min(assumed[0], whole * CONSTANT_SHARE_MAX)
@@ -270,11 +268,11 @@ def _non_negative(matrix: Floats, target: Floats) -> Floats:
 PREFILL_WEIGHTING: Final = SampleWeighting(
     fade=0.16, fade_any=0.004, confirm=3, constant_stays=False
 )
-"""Steps of each size are remembered for long: many small ones say nothing about large ones."""
+"""Samples of each size count for long, because small steps do not predict large ones."""
 STEP_TOKENS: Final = 16.0
-"""Before anything is known: a step costs as much as this many tokens, whatever is in it."""
+"""The assumed constant cost of a step, in tokens."""
 CROSSOVER_TOKENS: Final = 16384.0
-"""Before anything is known: the context at which attention costs as much as all the rest."""
+"""The assumed context at which attention costs as much as the rest of the model."""
 
 
 def attention_work(new_tokens: float, context_tokens: float) -> float:
@@ -292,15 +290,15 @@ class PrefillPace:
 
     def __post_init__(self) -> None:
         if min(self.step_s, self.token_s, self.pair_s) < 0.0:
-            raise ValueError(f"a prefill pace is not negative: {self}")
+            raise ValueError(f"a prefill pace must not be negative: {self}")
 
 
 class PrefillModel:
-    """Prefill speed as a function of context, following the engine as it changes.
+    """Prefill speed as a function of context, updated with each step of the engine.
 
-    `crossover_tokens`: the context at which attention costs as much as the rest of the model, where
-    the model's shape is known; it only matters until steps with different contexts were seen.
-    `known`: what was learnt before, by an engine like this.
+    `crossover_tokens`: the context at which attention costs as much as the rest of the model; it
+    matters only until steps with different contexts were measured.
+    `known`: the pace that was learnt with the same engine before.
     """
 
     def __init__(
@@ -313,37 +311,38 @@ class PrefillModel:
         self._known = known is not None
 
     def observe(self, new_tokens: int, attention: float, seconds: float) -> None:
-        """One engine step: its new tokens (decoding requests have one each) and the sum of
-        `attention_work` over its requests. Steps without prefill need not be told."""
+        """Learn from one engine step. `new_tokens` includes one for each decoding request;
+        `attention` is the sum of `attention_work` of its requests. Not needed for steps without
+        prefill."""
         if new_tokens > 0:
             work = max(attention, attention_work(1, 0) * new_tokens)
             self._fit.observe((1.0, float(new_tokens), work), seconds)
 
     def pace(self) -> PrefillPace | None:
-        """None before the first step, unless something was known."""
+        """The current pace; None before the first step if no pace was given."""
         return PrefillPace(*self._fit.costs) if self._known or self._fit.samples else None
 
 
 TIER_WEIGHTING: Final = SampleWeighting(fade=0.0, fade_any=0.16, confirm=2, constant_stays=True)
-"""Only recent transfers count. With old transfers of other sizes, less bandwidth would look like
-more latency when all recent ones are small."""
+"""Only recent transfers count. With old transfers of other sizes, a lower bandwidth would look like
+a higher latency when all recent transfers are small."""
 LATENCY_BYTES: Final = 1 << 18
-"""Before anything is known: the latency of a transfer is worth this many bytes of it."""
+"""The assumed latency of a transfer, in bytes at its bandwidth."""
 LATENCY_MIN_BYTES: Final = 1 << 14
-"""A latency of zero could never be learnt to be more: it is at least worth this many bytes."""
+"""The smallest assumed latency, in bytes: a latency of zero could never grow."""
 
 
 PROFILE_BYTES: Final = (1 << 22, 1 << 26)
-"""A profile counts as one transfer of each of these sizes: a single one never outweighs it."""
+"""A profile counts as one transfer of each of these sizes, so no single transfer outweighs it."""
 MEASURED_WITHIN: Final = 3.0
 ASSUMED_WITHIN: Final = 10.0
-"""What was learnt before is believed if it is at most so many times off what was measured of the
-drives, or assumed of their kind."""
+"""The largest ratio between a learnt bandwidth and the measured or assumed one; beyond it the
+learnt profile is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierProfile:
-    """What a tier is said to do, or did when it was measured last."""
+    """Latency and bandwidth of a tier, measured or assumed."""
 
     latency_s: float
     bandwidth_bytes_s: float
@@ -357,16 +356,17 @@ MEDIUM_PROFILES: Final[Mapping[str, TierProfile]] = {
     "plugin": TierProfile(5e-3, 1e9),
     "object": TierProfile(2e-2, 1e9),
 }
-"""What a good medium of each kind does: the assumption of one that was not measured. Rather too
-fast than too slow: a fetch tells the truth, a recompute tells nothing."""
+"""The assumed profile of a tier that was not measured. Rather too fast than too slow: a fetch
+corrects the assumption, a recompute does not."""
 
 
 def starting_profile(
     tier: str, measured: TierProfile | None, learnt: TierProfile | None
 ) -> TierProfile | None:
-    """What to expect of a tier at a start: what was learnt before, unless that is absurd.
+    """The profile of a tier at a start: the learnt one if it is plausible, else the expected one.
 
-    `measured`: its drives with nothing else to do. None for a tier of an unknown kind.
+    `measured`: the profile of its idle drives. Returns None for an unknown kind of tier without a
+    measured or learnt profile.
     """
     expected = measured or MEDIUM_PROFILES.get(tier)
     if expected is None or learnt is None:
@@ -377,11 +377,11 @@ def starting_profile(
 
 
 def drive_profiles(stats: Mapping[str, Any]) -> dict[str, TierProfile]:
-    """What `stats` of a depot says of tiers whose drives were measured, past the page cache.
+    """Profiles of the tiers whose drives were measured with direct I/O, from `stats` of a depot.
 
-    Drives read side by side; one that was not measured counts as the mean of the others.
+    Bandwidths of drives add up; a drive that was not measured counts as the mean of the others.
     """
-    found = {}
+    profiles = {}
     for name, tier in stats.get("tiers", {}).items():
         drives = tier.get("drives", ())
         known = [each["profile"] for each in drives if each.get("profile")]
@@ -389,18 +389,18 @@ def drive_profiles(stats: Mapping[str, Any]) -> dict[str, TierProfile]:
         if known:
             mean = sum(each["read_bytes_per_s"] for each in known) / len(known)
             latency_s = max(each["read_latency_us"] for each in known) / 1e6
-            found[name] = TierProfile(latency_s, mean * len(drives))
-    return found
+            profiles[name] = TierProfile(latency_s, mean * len(drives))
+    return profiles
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A batch of blocks that was asked of a tier.
+    """A batch of blocks that was requested from a tier.
 
-    `seconds`: from the request until the last block was ready for use, or until we stopped waiting.
-    `outstanding_bytes`: asked of the tier before, and not there yet when this was asked.
-    `late_blocks`: those of `blocks` that had not come when we stopped waiting.
-    `cold`: the first one of a process, which also waits for threads and memory to be there.
+    `seconds`: from the request until the last block was ready for use, or until the timeout.
+    `outstanding_bytes`: bytes requested from the tier before and still in flight at the request.
+    `late_blocks`: the number of `blocks` that were missing at the timeout.
+    `cold`: the first transfer of a process, which includes starting threads and mapping memory.
     """
 
     blocks: int
@@ -413,9 +413,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class TierPace:
-    """How fast a tier is now: seconds = wait_s + byte_s · bytes, for what is asked of it next.
+    """The current speed of a tier: the next request takes wait_s + byte_s · bytes seconds.
 
-    `wait_s`: its latency, and the time that what is outstanding takes.
+    `wait_s`: the latency, plus the time of the requests in flight.
     """
 
     wait_s: float
@@ -424,13 +424,13 @@ class TierPace:
 
     def __post_init__(self) -> None:
         if min(self.wait_s, self.byte_s, self.spread_share) < 0.0:
-            raise ValueError(f"a tier's pace is not negative: {self}")
+            raise ValueError(f"the pace of a tier must not be negative: {self}")
 
 
 class TierModel:
-    """Latency and bandwidth of one tier; two surprising transfers in a row are a change.
+    """Latency and bandwidth of one tier; two surprising transfers in a row are a change of speed.
 
-    A profile is believed until transfers agree on something else.
+    The profile holds until enough transfers contradict it.
     """
 
     def __init__(self, profile: TierProfile | None = None) -> None:
@@ -454,7 +454,7 @@ class TierModel:
 
     @property
     def below_profile(self) -> bool:
-        """Whether it has become so slow that a new start would not believe it."""
+        """True if the bandwidth is less than the profile's by more than MEASURED_WITHIN."""
         profile = self._profile
         if profile is None:
             return False
@@ -469,9 +469,10 @@ class TierModel:
         return 1.0 / self._fit.costs[1] if self.known and self._fit.costs[1] > 0.0 else inf
 
     def observe(self, transfer: Transfer) -> None:
-        """Learn from a transfer, complete or not; one of 0 bytes is ignored.
+        """Learn from a transfer, complete or not.
 
-        So is a cold one that took longer than expected: that says nothing about the tier.
+        Transfers of 0 bytes are ignored, and cold ones that took longer than expected, because the
+        time may not be the tier's.
         """
         if not transfer.size_bytes:
             return
@@ -482,16 +483,16 @@ class TierModel:
         self._fit.observe(features, seconds)
 
     def _seconds(self, transfer: Transfer, size_bytes: float) -> float:
-        """How long the transfer would have taken, had we waited for the rest of it."""
+        """The estimated duration of the whole transfer, including its late blocks."""
         if not transfer.late_blocks:
             return transfer.seconds
-        # We stopped somewhere between the last block that came and the next.
+        # The timeout fell somewhere between the last block that came and the next.
         late_bytes = transfer.size_bytes * (transfer.late_blocks - 0.5) / transfer.blocks
         moving_s = max(transfer.seconds - self.latency_s, transfer.seconds / 2.0)
         return transfer.seconds + moving_s * late_bytes / (size_bytes - late_bytes)
 
     def pace(self, outstanding_bytes: int = 0) -> TierPace | None:
-        """None for a tier of which nothing is known."""
+        """The current pace; None for a tier without profile and transfers."""
         if not self.known:
             return None
         latency_s, byte_s = self._fit.costs

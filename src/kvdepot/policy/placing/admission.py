@@ -1,10 +1,9 @@
-"""Which blocks may enter a tier: the chance of reuse, the drive's wear, and thrashing. Pure.
+"""Admission of blocks to a tier, by chance of reuse, drive wear and thrashing. Pure.
 
-While a drive's bucket of writes (core/endurance.py) is full everything may be written; as it
-empties, blocks need a higher and higher chance of reuse. A tier thrashes when it moves blocks in
-and out and they are gone when they are wanted: a block that is promoted into it pushes out another
-that would have been hit, so few are promoted until it is calm. That does not help where new blocks
-push others out.
+While a drive's bucket of writes (core/endurance.py) is full, all blocks may be written; as it
+empties, blocks need a higher chance of reuse. A tier thrashes when promoted blocks evict blocks
+that would have been hit. Few blocks are then promoted until it is calm. That does not help if new
+blocks cause the evictions.
 """
 
 from collections import OrderedDict
@@ -15,40 +14,40 @@ from kvdepot.policy.eviction.ghosts import Ghosts
 
 _TURNS_MAX: Final = 3
 _USE_LEVELS: Final = 4
-"""Never, once, two or three times, more often."""
+"""Classes of use counts: 0, 1, 2 to 3, more."""
 _KINDS: Final = (_TURNS_MAX + 1) * _USE_LEVELS
 _OUTCOME_FADE: Final = 0.998
-"""What an outcome is worth one outcome of its kind later."""
+"""The factor by which an outcome's weight falls with each newer one of its kind."""
 _FIRST_CHANCE: Final = 0.25
-"""Before anything is known: three of four blocks of chats are never read again."""
+"""The assumed chance: three of four blocks of chats are never read again."""
 _PRIOR: Final = 8.0
-"""So many outcomes of a kind count as much as the average of all kinds."""
+"""The weight of the average of all kinds, in outcomes."""
 _WATCHED_MAX: Final = 1 << 14
 
 PROMISING: Final = 0.5
 """A block with at least this chance of reuse does not wait for its second use."""
 
 _GHOSTS_PER_BLOCK: Final = 1.5
-"""A reuse is late, not new, as long as no more blocks have left since than this, for each one in
-the tier."""
+"""A reuse counts as late if at most this many evictions per block of the tier have happened since
+the block left."""
 _WINDOW_USES: Final = 1024
-"""At least; as many as half the tier's blocks, where these are more."""
+"""The shortest window, in uses; half the tier's blocks if these are more."""
 _WINDOW_FADE: Final = 0.5
 _LATE_SHARE: Final = 0.5
 _CALM_SHARE: Final = 0.25
-"""Two thresholds, so that it does not flicker."""
+"""Thrashing starts above _LATE_SHARE and ends below _CALM_SHARE (hysteresis)."""
 _SAMPLED: Final = 16
-"""While it thrashes, one prompt of so many is promoted: the hot set may have changed."""
+"""While a tier thrashes, one in this many prompts is promoted: the hot set may have changed."""
 
 
 def kind_of(turns: int, uses: int) -> int:
-    """`turns`: how many times its session has come back; `uses`: how often it was asked for."""
+    """The kind of a block whose session came back `turns` times and that had `uses` requests."""
     return min(turns, _TURNS_MAX) * _USE_LEVELS + min(uses.bit_length(), _USE_LEVELS - 1)
 
 
 @dataclass(slots=True)
 class _Outcomes:
-    """Of blocks that were asked for again, or left without."""
+    """Counts of blocks that were requested again or evicted before."""
 
     asked: float = 0.0
     seen: float = 0.0
@@ -62,11 +61,11 @@ class _Outcomes:
 
 
 class ReuseChance:
-    """Learns how likely blocks are asked for again while a tier of `capacity_bytes` keeps them.
+    """Learns the chance that a block is requested again while a tier of `capacity_bytes` keeps it.
 
-    A kind is how many times the session of a block has come back, and how often the block was asked
-    for itself. A sample of blocks is watched, each from when it was made or asked for until it is
-    asked for again, or until as many bytes have come after it as the tier holds.
+    The kind of a block is the number of times its session has come back, and the number of its own
+    requests. A sample of blocks is watched, each from its put or request until the next request, or
+    until as many bytes have come after it as the tier holds.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -82,7 +81,7 @@ class ReuseChance:
         return self._kinds[kind].chance(self._all.chance(_FIRST_CHANCE))
 
     def seen(self, digest: int, kind: int, nbytes: int) -> None:
-        """A block was made or asked for, and is of this kind from now on."""
+        """Record that a block was put or requested; `kind` is its new kind."""
         if digest & self._mask:
             return
         before = self._watched.pop(digest, None)
@@ -96,9 +95,9 @@ class ReuseChance:
             self._watched_bytes -= oldest_bytes
             self._ended(oldest, asked=False)
         if len(self._watched) > _WATCHED_MAX:
-            self._mask = 2 * self._mask + 1  # every second one, from now on
-            for one in [one for one in self._watched if one & self._mask]:
-                self._watched_bytes -= self._watched.pop(one)[1]
+            self._mask = 2 * self._mask + 1  # halves the sample
+            for dropped in [each for each in self._watched if each & self._mask]:
+                self._watched_bytes -= self._watched.pop(dropped)[1]
 
     def _ended(self, kind: int, *, asked: bool) -> None:
         self._kinds[kind].add(asked=asked)
@@ -106,23 +105,23 @@ class ReuseChance:
 
 
 def price(level: float) -> float:
-    """The chance of reuse that a block needs to be written when the bucket is so full, 0 to 1.
+    """The chance of reuse that a block needs to be written; `level` of the bucket is 0 to 1.
 
-    0 from half full on; 0.5 at a quarter; 1 when the bucket is empty.
+    0 if the bucket is at least half full, 0.5 at a quarter, 1 if it is empty.
     """
     return min(1.0, max(0.0, 1.0 - 2.0 * level))
 
 
 def worth_wear(chance: float, level: float) -> bool:
-    """Whether to write a block that leaves the bucket at `level`, below 0 where it has too little.
+    """True if a block with this chance of reuse should be written.
 
-    `chance`: how likely it is asked for again while the tier would keep it.
+    `level`: the level of the bucket after the write; negative if the bucket has too little.
     """
     return level >= 0.0 and chance >= price(level)
 
 
 class ThrashDetector:
-    """Watches hits against reuses that came too late: of blocks that had left the tier before."""
+    """Compares hits with late reuses: requests for blocks that the tier has evicted."""
 
     def __init__(self, window_uses: int = _WINDOW_USES) -> None:
         self.thrashing = False
@@ -137,12 +136,12 @@ class ThrashDetector:
 
     @property
     def late_share(self) -> float:
-        """Of the reuses that a larger tier would have hit, the share that this one missed."""
+        """The share of reuses that this tier missed and a larger one would have hit."""
         reuses = self._hits + self._late
         return self._late / reuses if reuses else 0.0
 
     def left(self, digest: int, blocks: int) -> None:
-        """A block made room; so many are in the tier."""
+        """A block was evicted; `blocks` are in the tier."""
         self._blocks = blocks
         self._ghosts.fit(blocks)
         self._departures += 1
@@ -153,17 +152,17 @@ class ThrashDetector:
         self._passed()
 
     def missed(self, digest: int) -> None:
-        """A block was read from below, and could be promoted into the tier."""
+        """A block was read from a lower tier and could be promoted."""
         self._from_below += 1
         self._wanted(digest)
 
     def made(self, digest: int) -> None:
-        """A block was made, anew if the tier once had it."""
+        """A block was put; the tier may have had it before."""
         self._new += 1
         self._wanted(digest)
 
     def promotes(self, sample: int) -> bool:
-        """Whether a prompt may be promoted into the tier; `sample` is a byte of its own."""
+        """True if a prompt may be promoted into the tier; `sample`: a byte of its key."""
         return not self.thrashing or (sample + self._windows) % _SAMPLED == 0
 
     def _wanted(self, digest: int) -> None:

@@ -1,4 +1,4 @@
-"""Which blocks are copied to a slower tier. Pure."""
+"""Choice of the blocks that are copied to a slower tier. Pure."""
 
 from dataclasses import dataclass
 
@@ -10,25 +10,25 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class DemotionFacts:
-    """What the choice depends on, a value for each block."""
+    """Facts for the choice, one value for each block."""
 
     below: Bools
-    """It is in the slower tier already, or on its way."""
+    """The block is in the slower tier or being written to it."""
     hits: npt.NDArray[np.int64]
-    """How often it was asked for."""
+    """Number of requests for the block."""
     continues: Bools
-    """It continues a block that is there."""
+    """Its parent is resident."""
     continued: Bools
-    """Another block continues it."""
+    """A child of it is resident."""
     closed: Bools
     """Its session is closed, and no other session shares it."""
 
 
 def worth_demoting(facts: DemotionFacts) -> Bools:
-    """Which blocks are copied down.
+    """True for each block to copy to the slower tier.
 
     All that are not there yet, except blocks of closed sessions and prompts of one block that were
-    not asked for again: these cost a seek and save no more than one block of prefill.
+    not requested again: these cost a seek and save the prefill of one block at most.
     """
     alone = ~facts.continues & ~facts.continued & (facts.hits == 0)
     worth: Bools = ~facts.below & ~alone & ~facts.closed

@@ -1,4 +1,4 @@
-"""Which drive gets the next run of blocks: in proportion to the drives' speeds.
+"""Distributes runs of blocks over the drives of a tier in proportion to their speeds.
 
 A drive's account grows by the bytes of its runs, divided by its speed relative to the others. The
 drive with the lowest account, its queue included, is next. So drives of speeds 1 and 3 get 1 and 3
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class DriveLoad:
-    """One drive that could take a run."""
+    """A candidate drive for a run."""
 
     drive: int
     bytes_per_s: float
-    """0: not known."""
+    """0 if unknown."""
     queued_bytes: int = 0
 
 
@@ -25,10 +25,10 @@ class Shares:
 
     _spent: dict[int, float] = field(default_factory=dict)
     _floor: float = 0.0
-    """The lowest account: a drive that was away does not get everything when it is back."""
+    """The lowest account, so that a drive that returns does not get all runs."""
 
     def next(self, lanes: Sequence[DriveLoad]) -> int | None:
-        """The drive that gets the next run; None where there is none."""
+        """The drive for the next run; None without drives."""
         if not lanes:
             return None
         weights = _weights(lanes)
@@ -44,7 +44,7 @@ class Shares:
         self._spent[drive] = self._of(drive) + nbytes / _weights(lanes).get(drive, 1.0)
 
     def part(self, drive: int, lanes: Sequence[DriveLoad]) -> float:
-        """Of what waits, how much falls to this drive."""
+        """The share of the queued bytes for this drive, 0 to 1."""
         weights = _weights(lanes)
         return weights.get(drive, 1.0) / max(sum(weights.values()), 1.0)
 
@@ -53,13 +53,13 @@ class Shares:
 
 
 def are_uneven(lanes: Sequence[DriveLoad], ratio: float) -> bool:
-    """Whether the speeds of all are known, and one is `ratio` times another."""
+    """True if all speeds are known and the highest is at least `ratio` times the lowest."""
     speeds = [lane.bytes_per_s for lane in lanes]
     return len(speeds) > 1 and min(speeds) > 0 and max(speeds) >= ratio * min(speeds)
 
 
 def _weights(lanes: Sequence[DriveLoad]) -> dict[int, float]:
-    """Speeds against the average; all the same where one is not known."""
+    """Speeds relative to their mean; 1 for all if one is unknown."""
     speeds = [lane.bytes_per_s for lane in lanes]
     if not speeds or min(speeds) <= 0:
         return {lane.drive: 1.0 for lane in lanes}

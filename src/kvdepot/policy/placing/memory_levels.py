@@ -1,13 +1,12 @@
-"""When blocks are expected back, and which of two memory levels they belong in.
+"""Predicts reuse intervals of blocks, and chooses between two memory levels.
 
-The rule of chapter 9.7 of the seed guide, for each block: the tier whose latency matches its
-expected reuse interval. A place costs what the block that must leave for it would have brought, so
-a block goes where the next to leave is expected later than itself.
+A block belongs in the tier whose latency matches its expected reuse interval. It replaces the next
+victim of a tier if that victim's reuse is expected later than its own.
 
-A block that came back shows its interval; a new one has that of the prompt it continues. Gaps of
-all blocks together say the rest: how many come back at all, and after how long. A block that has
-been idle for long can only come back after that long. Gaps are counted in uses of blocks, in
-octaves.
+The interval of a block is estimated from its own reuses; a new block starts with the interval of
+the prompt that it continues. The gaps of all blocks together give the share that comes back at all,
+and after how long, for blocks that have been idle as long as this one. Gaps are counted in uses of
+blocks, in octaves.
 """
 
 from collections.abc import Sequence
@@ -20,45 +19,46 @@ from kvdepot.core.order import NO_ROW, EvictionQueues, Lru, RowTable, TreeView
 
 _OCTAVES: Final = 48
 _BREATH: Final = 8
-"""A prompt that is used again within so many times its own length, in uses, did not come back: it
-was leased, and then delivered."""
+"""A use within this many times the prompt's own length, in uses, is not a return: the prompt was
+leased and then delivered."""
 _RETURNS_MAX: Final = 15
 _CROWD: Final = 2.0
-"""So many returns of a block count as much as those of all blocks."""
+"""The weight of the gaps of all blocks, in returns of one block."""
 _GROWTH: Final = 1.001
-"""How much more each observation counts than the one before."""
+"""The weight of an observation relative to the previous one."""
 _WEIGHT_MAX: Final = 1e9
 _STALE: Final = 64
-"""Observations after which the sums are computed again."""
+"""Number of observations after which the sums are computed again."""
 PROMOTE_MARGIN: Final = 2.0
-"""How many times sooner a block must be expected to be brought up: that costs two copies."""
+"""A block is promoted if its reuse rate is more than this times the victim's, because a promotion
+costs two copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedReuse:
-    """When a block is expected to be used again."""
+    """The expected next use of a block."""
 
     chance: float
-    """That it is used again at all."""
+    """The chance that the block is used again."""
     interval: float
-    """Until then, if so, counted in uses of blocks."""
+    """The expected time until then, in uses of blocks."""
 
     @property
     def rate(self) -> float:
-        """Reuses that its place brings, per use of any block."""
+        """Expected reuses of the block per use of any block."""
         return self.chance / max(1.0, self.interval)
 
 
 def is_kept(leaving: ExpectedReuse, incumbent: ExpectedReuse) -> bool:
-    """Whether a block that leaves a tier belongs in the next one, instead of one that is there.
+    """True if a block that leaves a tier should replace `incumbent` in the next one.
 
-    Where nothing is known of either, the one that leaves is kept: it was used later.
+    Of equals the leaving one is kept, because it was used more recently.
     """
     return leaving.rate >= incumbent.rate
 
 
 def is_promoted(used: ExpectedReuse, incumbent: ExpectedReuse) -> bool:
-    """Whether a block that was used belongs in the faster tier, instead of one that is there."""
+    """True if a block that was used should replace `incumbent` in the faster tier."""
     return used.rate > PROMOTE_MARGIN * incumbent.rate
 
 
@@ -66,17 +66,17 @@ _NEVER: Final = ExpectedReuse(0.0, float("inf"))
 
 
 def octave(gap: int) -> int:
-    """0 for no gap, then one for each doubling."""
+    """0 for no gap, then one more for each doubling."""
     return min(_OCTAVES - 1, gap.bit_length())
 
 
 def middle(number: int) -> float:
-    """A gap that stands for its octave."""
+    """The mean gap of an octave."""
     return 0.75 * float(1 << number) if number else 0.5
 
 
 class ReturnTimes(Lru):
-    """LRU for the second memory, which also predicts when blocks of any tier are used again."""
+    """LRU for the second memory; also predicts the next use of blocks of any tier."""
 
     def __init__(self) -> None:
         self._gaps = [0.0] * _OCTAVES
@@ -106,7 +106,7 @@ class ReturnTimes(Lru):
                 self._octave.view[row] = self._octave.view[parent]
 
     def expect(self, row: int) -> ExpectedReuse:
-        """When the block is used again, counted from now."""
+        """The expected next use of the block, counted from now."""
         idle = max(0, self._tree.now - self._since.view[row])
         first = octave(idle)
         if middle(first) <= idle:
@@ -142,7 +142,7 @@ class ReturnTimes(Lru):
             returns[row] = min(returns[row] + 1, _RETURNS_MAX)
 
     def _count(self) -> None:
-        """One more use of a block, the first or a later one, which may be followed by another."""
+        """Count a use of a block, first or later, after which it may return."""
         self._weight *= _GROWTH
         self._uses += self._weight
         self._unseen += 1
@@ -153,7 +153,7 @@ class ReturnTimes(Lru):
             self._unseen = _STALE
 
     def _add_up(self) -> None:
-        """Gaps of each octave and all longer ones: how many, and their sum."""
+        """Compute for each octave the number and the sum of gaps in it and in longer ones."""
         self._unseen = 0
         later, later_sum = [0.0] * (_OCTAVES + 1), [0.0] * (_OCTAVES + 1)
         for number in range(_OCTAVES - 1, -1, -1):

@@ -1,9 +1,9 @@
-"""Which space is emptied when a tier is full: a segment of a log, a slab of the arena. Pure.
+"""Chooses the space to reclaim when a tier is full: a segment of a log, a slab of the arena. Pure.
 
-A rule of log-structured tiers picks a segment and says which of its blocks are written again; that
-costs writes of the drive. Segments are given oldest first. The rules other than the default are
-there to compare with, and follow the orders of the same names (policy/eviction) as far as a log
-can. The simulator uses the same functions.
+A rule for log-structured tiers picks a segment and the blocks of it that are rewritten, which costs
+drive writes. Segments are given oldest first. Rules other than the default exist for comparison;
+they follow the orders of the same names (policy/eviction) as far as a log can. The simulator uses
+the same functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,34 +20,37 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 KEEP_SHARE_MAX: Final = 0.5
-"""At most this share of a segment is written again, so that reclaiming always gains room."""
+"""At most this share of a segment is rewritten, so that reclaiming always frees space."""
 _LOST_SHARE_MAX: Final = 8.0
-"""A segment is spared if it would take more than so many times its size along from elsewhere."""
+"""A segment is spared if reclaiming it would drop more than this many times its size elsewhere."""
 _CLOSED_SHARE_MIN: Final = 0.75
-"""Of a segment's live bytes that belong to closed sessions, for it to go before others."""
+"""A segment goes before others if closed sessions have at least this share of its live bytes."""
 FREE: Final = -1
 HELD: Final = int(np.iinfo(np.int64).max)
-"""Stamps of an arena's chunks that are free, or may not be emptied."""
+"""Stamps of arena chunks that are free, and of those that must not be emptied."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentFacts:
-    """What the choice depends on: the live blocks of one sealed segment."""
+    """The live blocks of one sealed segment."""
 
     capacity_bytes: int
     sizes: Ints
     stamps: Ints
-    """When each block, or what continues it elsewhere, was last used."""
+    """The last use of each block or of its descendants in other segments."""
     hits: Ints
-    """How often each was asked for since it was written."""
+    """Number of requests for each block since it was written."""
     below: Ints
-    """Bytes that continue each block elsewhere on the drive, and would be dropped with it."""
+    """Bytes of each block's descendants in other segments, which would be dropped with it."""
     closed_bytes: int = 0
-    """Of blocks whose session will not come back."""
+    """Bytes of blocks whose session is closed."""
 
 
 def abandoned(segments: Sequence[SegmentFacts]) -> int | None:
-    """Index of the segment with most of closed sessions, if enough; it goes whatever the rule."""
+    """Index of the segment with the largest share of closed sessions; None if that is too small.
+
+    It is reclaimed first with every rule.
+    """
     shares = [one.closed_bytes / max(1, int(one.sizes.sum())) for one in segments]
     most = max(range(len(shares)), key=shares.__getitem__, default=None)
     return most if most is not None and shares[most] >= _CLOSED_SHARE_MIN else None
@@ -56,26 +59,26 @@ def abandoned(segments: Sequence[SegmentFacts]) -> int | None:
 def coldest(segments: Sequence[SegmentFacts]) -> int:
     """Index of the segment to reclaim; they are given oldest first.
 
-    The oldest, unless very much hangs on what it would drop, as on the head of a prompt that fills
-    the drive; then the next. If that is so with all of them, the one that takes least along.
+    The oldest one that would drop at most _LOST_SHARE_MAX times its size in other segments (the
+    head of a prompt that fills the drive would drop more). If all would, the one that drops least.
     """
     lost = [_lost_share(facts) for facts in segments]
-    candidates = (at for at, share in enumerate(lost) if share <= _LOST_SHARE_MAX)
+    candidates = (number for number, share in enumerate(lost) if share <= _LOST_SHARE_MAX)
     return next(candidates, min(range(len(lost)), key=lost.__getitem__))
 
 
 def keep(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts] = ()) -> Bools:
-    """Which blocks move on instead of being dropped.
+    """True for each block to rewrite instead of dropping it.
 
-    `forced` ones always do (leased, or above a leased one). Of the others those that were used
+    `forced` blocks always (leased, or an ancestor of a leased one); then blocks that were used
     since they were written, the latest first, up to KEEP_SHARE_MAX of the segment.
     """
-    del others  # what was used once is kept, whatever there is elsewhere
+    del others  # the default rule does not compare with other segments
     return fill(facts, forced, facts.hits > 0, facts.stamps)
 
 
 def fill(facts: SegmentFacts, forced: Bools, wanted: Bools, worth: Ints) -> Bools:
-    """`forced`, and of those wanted the most worthy first, up to KEEP_SHARE_MAX of the segment."""
+    """`forced`, then `wanted` blocks by `worth`, up to KEEP_SHARE_MAX of the segment."""
     kept = forced.copy()
     budget = facts.capacity_bytes * KEEP_SHARE_MAX - int(facts.sizes[kept].sum())
     chosen = np.flatnonzero(wanted & ~kept)
@@ -86,28 +89,28 @@ def fill(facts: SegmentFacts, forced: Bools, wanted: Bools, worth: Ints) -> Bool
 
 
 def _lost_share(facts: SegmentFacts) -> float:
-    """How much would be dropped elsewhere, in segments."""
+    """Bytes that would be dropped in other segments, relative to the segment's size."""
     dropped = ~keep(facts, np.zeros(len(facts.sizes), dtype=bool))
     return float(facts.below[dropped].sum()) / facts.capacity_bytes
 
 
 Pick = Callable[[Sequence[SegmentFacts]], int]
-"""Index of the segment to empty, of at least one, oldest first."""
+"""Returns the index of the segment to reclaim; segments are not empty, oldest first."""
 Keep = Callable[[SegmentFacts, Bools, Sequence[SegmentFacts]], Bools]
-"""Which blocks of a segment are written again: the forced ones, and others by choice. The last
-argument has the segments that stay, as far as they were looked at."""
+"""Returns the blocks of a segment to rewrite, the forced ones included. The last argument has some
+of the other segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReclaimRule:
-    """How one tier makes room."""
+    """The choice of segments to reclaim and of blocks to keep."""
 
     coldest: Pick
     keep: Keep
 
 
 def _keep_above_mean(values: Callable[[SegmentFacts], Ints]) -> Keep:
-    """Keep the blocks whose value is above the mean of those that stay elsewhere, largest first."""
+    """Keep the blocks with a value above the mean of other segments, largest first."""
 
     def keep_above(facts: SegmentFacts, forced: Bools, others: Sequence[SegmentFacts]) -> Bools:
         mean = float("inf")
@@ -119,7 +122,7 @@ def _keep_above_mean(values: Callable[[SegmentFacts], Ints]) -> Keep:
 
 
 def _smallest_mean(values: Callable[[SegmentFacts], Ints]) -> Pick:
-    """Pick the segment whose blocks have the smallest mean; an empty one first."""
+    """Pick the segment with the smallest mean value; an empty one first."""
 
     def pick(segments: Sequence[SegmentFacts]) -> int:
         means = [float(values(facts).mean()) if len(facts.sizes) else -1.0 for facts in segments]
@@ -140,16 +143,16 @@ RULES: Final[dict[str, ReclaimRule]] = {
 
 
 def rule_named(name: str) -> ReclaimRule:
-    """Raises ConfigError for a name that is none."""
+    """ConfigError if no rule has this name."""
     if name not in RULES:
         raise ConfigError("policy", f"{name!r} is not an eviction order", hint=" | ".join(RULES))
     return RULES[name]
 
 
 def coldest_stretch(stamps: npt.NDArray[np.int64], chunks: int) -> int | None:
-    """Start of the stretch of `chunks` whose hottest block is the coldest, or None if all are held.
+    """Start of the stretch of `chunks` whose newest stamp is the oldest; None if all are held.
 
-    `stamps` has a value a chunk: FREE, HELD, or the newest stamp of the blocks in its slab.
+    `stamps` has for each chunk FREE, HELD, or the newest stamp of the blocks in its slab.
     """
     if len(stamps) < chunks:
         return None

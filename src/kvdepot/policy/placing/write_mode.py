@@ -1,26 +1,27 @@
-"""Which tiers a block in memory is written to, and whether reading it brings it up again."""
+"""Write modes: the tiers that a block in memory is written to, and promotion after a read."""
 
 from collections.abc import Sequence
 from enum import Enum
 
 
 class WriteMode(Enum):
-    """How a file tier gets its blocks from the tier above it."""
+    """When blocks are written to a file tier."""
 
     BACK = "write-back"
-    """When the tier above makes room. The first file tier: soon after a block was put."""
+    """When the tier above evicts them; to the first file tier, soon after the put."""
     THROUGH = "write-through"
-    """As soon as the tier above has them. The first file tier: before a put returns."""
+    """As soon as the tier above has them; to the first file tier, before the put returns."""
     SELECTIVE = "write-through-selective"
-    """As soon as they are asked for a second time, or at once if they are likely to be."""
+    """At the second request, or at once if a reuse is likely."""
     PASS = "pass-through"
-    """Directly, past the tiers above, which blocks read from here do not enter either."""
+    """Directly from memory. The file tiers above get neither these writes nor promoted reads."""
 
 
 def targets(modes: Sequence[WriteMode], *, touched: bool) -> list[int]:
     """The file tiers, numbered fastest first, that a block in memory is written to.
 
-    `modes` are the tiers' own; `touched`: it was asked for since it was put, or is likely to be.
+    `modes`: the mode of each tier. `touched`: the block was requested since its put, or is likely
+    to be.
     """
     chosen: list[int] = []
     for number, mode in enumerate(modes):
@@ -36,7 +37,7 @@ def targets(modes: Sequence[WriteMode], *, touched: bool) -> list[int]:
 
 
 def promotes(modes: Sequence[WriteMode], number: int) -> list[int]:
-    """The file tiers that a block enters when it is read from tier `number`."""
+    """The file tiers that a block is copied to when it is read from tier `number`."""
     above: list[int] = []
     for lower in range(number, 0, -1):
         if modes[lower] is WriteMode.PASS:

@@ -1,4 +1,4 @@
-"""Tells routers what a store holds: on store, move and removal, and at first all that is there."""
+"""Publishes a store's blocks to routers: all at the start, then each store, move and removal."""
 
 import json
 import threading
@@ -68,7 +68,7 @@ class Announcer:
         }
 
     def close(self, timeout_s: float) -> bool:
-        """Tell no more. False: it still reads what it would have told."""
+        """Stop publishing. False: the thread is still busy."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -129,7 +129,7 @@ class Announcer:
             self._publisher.publish(topic, events)
 
     def _by_topic(self, tags: Sequence[bytes]) -> Iterator[tuple[str, list[int]]]:
-        """Indices of namespaces' tags by the topic they are told on."""
+        """Indices of namespaces' tags by the topic of their events."""
         found: dict[str, list[int]] = {}
         for at, tag in enumerate(tags):
             space = self._space(tag)
@@ -170,7 +170,7 @@ class Announcer:
         return topic
 
     def _space(self, tag: bytes) -> AnnouncedSpace | None:
-        """What is told of a namespace; None: nothing of it."""
+        """The published form of a namespace; None if it is not published."""
         if tag not in self._spaces:
             facts = self._description(tag)
             theirs = facts is not None and facts.get("tenant", "") in self._config.tenants

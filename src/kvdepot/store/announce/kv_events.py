@@ -15,7 +15,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedSpace:
-    """What routers are told of a namespace."""
+    """The facts of a namespace that routers receive."""
 
     model: str
     adapter: str
@@ -70,9 +70,9 @@ def cleared() -> Event:
 
 
 def space_of(facts: Mapping[str, Any]) -> AnnouncedSpace | None:
-    """What a namespace's description says; None where it is of no use to routers.
+    """Read a namespace's description; None if it is of no use to routers.
 
-    Of the shards of a model one is told: they hold the same tokens.
+    One shard of each model is published: all hold the same tokens.
     """
     layout = facts.get("layout")
     tokens = layout.get("block_tokens") if isinstance(layout, dict) else None

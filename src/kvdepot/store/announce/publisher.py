@@ -1,7 +1,7 @@
-"""A ZMQ publisher of numbered batches, and a socket where those that were missed are had again.
+"""A ZMQ publisher of numbered batches, and a socket that sends missed batches again.
 
-PUB (here XPUB, which tells of new subscribers): topic, sequence (u64, big-endian), batch. ROUTER:
-the request is 8 bytes, the first sequence that is wanted; the answers are the kept batches from
+PUB (here XPUB, which reports new subscribers): topic, sequence (u64, big-endian), batch. ROUTER:
+the request is 8 bytes, the first sequence to send; the answers are the kept batches from
 there on as on PUB; the end has the sequence -1. For one thread.
 """
 
@@ -21,7 +21,7 @@ _END: Final = (-1).to_bytes(8, "big", signed=True)
 _SEQUENCE_BYTES: Final = 8
 _SUBSCRIBED: Final = b"\1"
 _QUEUED_MAX: Final = 100_000
-"""Batches for one subscriber that does not read; those beyond are dropped, and it sees a gap."""
+"""Batches queued for one subscriber that does not read; later ones are dropped, with a gap."""
 
 
 class EventPublisher:
@@ -33,8 +33,9 @@ class EventPublisher:
         self._kept: deque[tuple[int, bytes, bytes]] = deque()
         self._kept_bytes = 0
         self._began = self.sequence = time.time_ns() // 1000
-        """Of the next batch. Numbers begin with the time in microseconds: routers take a lower one,
-        as after a restart, for a batch that they have."""
+        """Number of the next batch. Numbers begin with the time in microseconds: routers take a
+        lower one, as after a restart, for a batch that they have.
+        """
         self._published_s = time.monotonic()
         self.replays = 0
         self.subscriptions = 0
@@ -51,7 +52,7 @@ class EventPublisher:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Where the sockets are; with port 0 the system has chosen one."""
+        """Addresses of the sockets, with the port that the system chose for port 0."""
         sockets = {"endpoint": self._publishing, "replay": self._replaying}
         return {
             name: one.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -60,7 +61,7 @@ class EventPublisher:
         }
 
     def quiet_s(self) -> float:
-        """How long ago the last batch was."""
+        """Seconds since the last batch."""
         return time.monotonic() - self._published_s
 
     @property
@@ -86,7 +87,7 @@ class EventPublisher:
         self._publishing.send_multipart(frames, zmq.DONTWAIT)
 
     def serve_peers(self, wait_s: float) -> None:
-        """Hear of new subscribers, and answer those that ask for batches; return after so long at
+        """Accept new subscribers, and answer requests for batches; return after `wait_s` at
         the latest.
         """
         poller = zmq.Poller()

@@ -1,7 +1,7 @@
-"""What has changed since the last look, found by comparing: nothing is queued, so the store never
-waits for it and nothing can overflow. A block that came and went between two looks is not told.
+"""Changes since the last look, found by comparing: nothing is queued, so the store never
+waits for it and nothing can overflow. A block that came and went between two looks is not seen.
 
-Each row of the index is compared with what was told of it. A row that was freed since is known by a
+Each row of the index is compared with its last published state. A row freed since is known by a
 column of the index, which returns to zero then.
 """
 
@@ -17,10 +17,10 @@ from kvdepot.store.state.state import StoreState
 
 IN_MEMORY: Final = 1
 BELOW: Final = 2
-"""A block that is here at all, where there are tiers below memory: routers look for the first
-blocks in memory and then go on below, never up again, so what lies in memory is told for both."""
+"""The block is in the store, where there are tiers below memory: routers look for the first
+blocks in memory and then below, never up again, so a block in memory is published for both."""
 _SILENT: Final = 4
-"""Seen, and not to be told."""
+"""Seen, and not to be published."""
 Media = npt.NDArray[np.uint8]
 
 
@@ -48,26 +48,27 @@ class ResidencyWatch:
         """What `_told` says, unless the row was freed since."""
         self._told = np.zeros(table.rows, np.uint8)
         self._words = np.zeros((table.rows, 4), np.uint64)
-        """Keys of what was told."""
+        """Keys of the published blocks."""
         self._settled: tuple[Media, bool] | None = None
-        """What lookups saw, and whether all volumes were up, when there was nothing to tell."""
+        """State of lookups and of the volumes when there was nothing to publish."""
 
     @property
     def told(self) -> int:
-        """Blocks that were told of and have not gone."""
+        """Number of blocks that are published and not withdrawn."""
         return int(np.count_nonzero(self._told & (IN_MEMORY | BELOW)))
 
     def reset(self) -> None:
-        """All that is here is told again."""
+        """Publish all blocks again."""
         with self._state.lock:
             self._told[:] = 0
             self._mark.array[:] = 0
             self._settled = None
 
     def take(self, limit: int) -> ResidencyChange:
-        """The next changes, at most `limit` blocks of each kind; what has gone comes first.
+        """Return the next changes, at most `limit` blocks of each kind; withdrawn blocks come
+        first.
 
-        They count as told; `silence` takes back what could not be.
+        They count as published; `silence` takes back those that could not be.
         """
         if self._is_settled():
             return _nothing()
@@ -103,15 +104,15 @@ class ResidencyWatch:
             )
 
     def silence(self, rows: Rows, come_to: Media) -> None:
-        """These changes were not told: without token ids, or not for others."""
+        """Take back changes that were not published: without token ids, or private."""
         with self._state.lock:
             same = self._told[rows] == self._mark.array[rows]
             rows, come_to = rows[same], come_to[same]
             self._tell(rows, (self._told[rows] & ~come_to & 0xFF | _SILENT).astype(np.uint8))
 
     def _is_settled(self) -> bool:
-        """Whether nothing has changed since there was nothing to tell. Without the lock: a change
-        that is just being made is seen the next time.
+        """True if nothing changed since there was nothing to publish. Without the lock: a change
+        that is being made is seen the next time.
         """
         catalog, before = self._state.catalog, self._settled
         return (
@@ -154,7 +155,7 @@ class ResidencyWatch:
         return media
 
     def _usable(self, residency: Media) -> Bools:
-        """Which blocks are in memory, or on a volume that is up."""
+        """True for blocks in memory, or on a volume that is up."""
         usable: Bools = (residency & self._memory_bits) != 0
         down = list(self._state.volumes.down)
         for lower in self._state.lower_tiers:

@@ -1,13 +1,11 @@
 """Checking a store that lies on disk. Changes nothing, and may run beside a writer.
 
 Every live block is read and compared with its checksums, segment after segment, in large reads.
-What a crash leaves is not damage: a segment without footer, a torn record, a `superblock.new`.
+Remains of a crash are not damage: a segment without footer, a torn record, a `superblock.new`.
 """
 
 import os
-import re
 import stat
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ import numpy as np
 
 from kvdepot.core.clock import StampClock, SystemClock, WallClock
 from kvdepot.core.depot import CheckReport, Finding
-from kvdepot.core.metadata import surviving
+from kvdepot.core.metadata import MetaKind, surviving
 from kvdepot.core.volume import SEGMENT_SHIFT, Contents, segment_of
 from kvdepot.errors import FormatError
 from kvdepot.format.record import (
@@ -32,10 +30,15 @@ from kvdepot.format.record import (
 from kvdepot.format.segment import Entries, parse_slots
 from kvdepot.io.files import Files
 from kvdepot.volumes.log.health import LogHealth
-from kvdepot.volumes.log.medium import Medium, MountSettings, known_superblock
+from kvdepot.volumes.log.medium import Medium, Mounted, MountSettings, cannot_use, mount
 from kvdepot.volumes.log.metadata import MetadataLog
-from kvdepot.volumes.log.mount import Mounted, cannot_use, mount
-from kvdepot.volumes.log.recovery import Recovered, SegmentReader, contents_of, recover
+from kvdepot.volumes.log.recovery import (
+    Recovered,
+    SegmentReader,
+    contents_of,
+    recover,
+    segment_reader,
+)
 from kvdepot.volumes.log.segments import SegmentSet
 
 Progress = Callable[[int, int], None]
@@ -47,7 +50,6 @@ _GAP_MAX: Final = 1 << 20
 _TRIES: Final = 3
 _UNLIMITED: Final = 1 << 62
 _SEGMENT_BYTES: Final = 256 << 20
-_SIZE_IN_SUPERBLOCK: Final = re.compile(rb'"segment_bytes": (\d+)[,}]')
 
 
 @dataclass
@@ -81,7 +83,7 @@ def audit(path: Path, *, progress: Progress | None = None) -> AuditReport:
     """Check the store at `path`: a directory or a block device.
 
     Raises FormatError where there is no store, or one of another format. A finding counts when a
-    second look finds it too: a writer beside us may be reusing what we are reading.
+    second look finds it too: a writer in another process may reuse the space that is read.
     """
     report = _look_again(path, progress)
     if not report.ok:
@@ -99,21 +101,20 @@ class OpenedVolume:
     segments: SegmentSet
     metadata: MetadataLog
     damage: list[str]
-    """What was found damaged, for people."""
+    """The damage found, as text."""
 
     @property
     def segment_bytes(self) -> int:
         return self.segments.settings.segment_bytes
 
     def reader(self, slot: int) -> SegmentReader:
-        fd, base = self.medium.extent(slot)
-        files, store = self.segments.files, self.segments.store
-        floor = self.metadata.known.floor
-        return SegmentReader(files, fd, base, self.segment_bytes, slot, store, floor)
+        return segment_reader(self.segments, slot)
 
     def read(self) -> tuple[Contents, list[Recovered]]:
-        """What it holds. Raises FileNotFoundError where a writer takes files away meanwhile."""
-        recovered = recover(self.segments, self.metadata.known.floor, self.damage)
+        """Read the volume's contents. Raises FileNotFoundError if a writer deletes files
+        meanwhile.
+        """
+        recovered = recover(self.segments, self.damage)
         found = contents_of(self.segments, recovered)
         alive = surviving(found.words, found.stamps, self.metadata.known.tombstones)
         dead = np.setdiff1d(np.arange(len(found.words)), alive)
@@ -143,16 +144,16 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[OpenedVolume]:
             _UNLIMITED, _segment_bytes(path), writable=writable, any_owner=not writable
         )
         mounted = mount(path, files, settings)
-        copies = mounted.medium.metadata_copies(mounted.settings.segment_bytes, mounted.slots_max)
-        metadata = MetadataLog(copies, mounted.store, fsync=mounted.settings.fsync)
+        stamps = StampClock(WallClock())
+        metadata = mounted.open_metadata(stamps)
         try:
-            yield _volume(mounted, metadata, files)
+            yield _volume(mounted, metadata, files, stamps)
         except PermissionError as error:
             raise _unreadable(path, error) from error
         except OSError as error:
             if isinstance(error, FileNotFoundError):
                 raise
-            raise cannot_use(path, settings, error) from error
+            raise cannot_use(str(path), settings, error) from error
         finally:
             metadata.close()
             mounted.medium.close()
@@ -160,24 +161,18 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[OpenedVolume]:
         files.close()
 
 
-def _volume(mounted: Mounted, metadata: MetadataLog, files: Files) -> OpenedVolume:
-    medium, settings, clock = mounted.medium, mounted.settings, SystemClock()
-    health = LogHealth(medium.label, clock, settings.pauses, lambda _: None)
-    stamps = StampClock(WallClock())
-    segments = SegmentSet(medium, files, settings, mounted.store, mounted.slots_max, stamps, health)
-    damage = list(mounted.damage)
-    if mounted.is_new and settings.writable:
-        metadata.create()
-    elif not mounted.is_new:
-        metadata.load()
-        damage += [f"{medium.label}: {text}" for text in metadata.damage]
-    if settings.writable and mounted.damage:
-        medium.write_superblock(mounted.superblock)
+def _volume(
+    mounted: Mounted, metadata: MetadataLog, files: Files, stamps: StampClock
+) -> OpenedVolume:
+    medium = mounted.medium
+    health = LogHealth(medium.label, SystemClock(), mounted.settings.pauses, lambda _: None)
+    segments = SegmentSet(mounted, metadata, files, stamps, health)
+    damage = [*mounted.damage, *(f"{medium.label}: {text}" for text in metadata.damage)]
     return OpenedVolume(medium, segments, metadata, damage)
 
 
 def examine(reader: SegmentReader, segment_id: int, entries: Entries, pace: Pace) -> list[str]:
-    """What is wrong with each of these records; empty texts for the intact ones."""
+    """Return what is wrong with each record; an empty text for an intact one."""
     verdicts = [""] * len(entries)
     for run in _runs(entries):
         start, stop = _span(entries, run[0])[0], _span(entries, run[-1])[1]
@@ -227,11 +222,9 @@ def _finding(volume: OpenedVolume, text: str) -> Finding:
 
 
 def _listed(volume: OpenedVolume) -> set[int]:
-    """Slots that must have a file, as far as the superblock tells."""
-    known = known_superblock(volume.medium)
-    if known is None or uuid.UUID(known.store).bytes != volume.segments.store:
-        return set()
-    return parse_slots(known.slots)
+    """Slots that must have a file, as far as the metadata says."""
+    entry = volume.metadata.own(MetaKind.SLOTS)
+    return parse_slots(entry.value or b"") if entry is not None else set()
 
 
 def _check_files(volume: OpenedVolume, listed: set[int], report: AuditReport) -> None:
@@ -314,19 +307,9 @@ def _verdict(image: memoryview, segment_id: int, entries: Entries, index: int) -
 
 
 def _segment_bytes(path: Path) -> int:
-    """For a store that has no segment yet and a damaged superblock: what that still tells."""
-    files = Files()
-    try:
-        fd = files.open_file(path / "superblock", os.O_RDONLY)
-        try:
-            told = _SIZE_IN_SUPERBLOCK.search(files.read(fd, 0, PAGE))
-        finally:
-            os.close(fd)
-    except OSError:
-        return _SEGMENT_BYTES
-    finally:
-        files.close()
-    nbytes = int(told[1]) if told else 0
+    """The segment size of a store of which all headers are lost."""
+    sizes = [file.stat().st_size for file in path.glob("segment-*.kvs") if not file.is_symlink()]
+    nbytes = max(sizes, default=0)
     return nbytes if nbytes and nbytes % PAGE == 0 else _SEGMENT_BYTES
 
 

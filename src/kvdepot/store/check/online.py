@@ -42,7 +42,7 @@ _PAUSE_S_MAX = 1.0
 
 
 def check_store(state: StoreState, *, deep: bool) -> CheckReport:
-    """Check an open store. Changes nothing; may run beside other callers."""
+    """Check an open store. Changes nothing; other calls may run at the same time."""
     report = CheckReport()
     with state.lock:
         report.blocks = state.catalog.table.live

@@ -13,17 +13,23 @@ from typing import Any
 import numpy as np
 
 from kvdepot.core.depot import Finding
+from kvdepot.core.metadata import MetaKind
 from kvdepot.core.units import format_bytes
 from kvdepot.format.record import PAGE
-from kvdepot.format.segment import ENTRY, Entries, SegmentHeader, Trailer, footer_bytes
-from kvdepot.native import checksum
+from kvdepot.format.segment import (
+    ENTRY,
+    Entries,
+    SegmentHeader,
+    close_segment,
+    pack_slots,
+)
 from kvdepot.store.check.offline import OpenedVolume, Pace, Progress, examine, opened
 from kvdepot.volumes.log.recovery import Recovered, SegmentReader
 
 
 @dataclass(slots=True)
 class RepairReport:
-    """What a repair did. True when it could do all it wanted."""
+    """Result of a repair. True if all damage could be repaired."""
 
     done: list[Finding] = field(default_factory=list)
     failed: list[Finding] = field(default_factory=list)
@@ -57,8 +63,8 @@ def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
             report.done.append(Finding("superblock", "written anew"))
         segment_bytes = volume.segment_bytes
         slots = volume.medium.open_slots(segment_bytes)
-        slots = _repair_metadata(volume, slots, report)
-        for slot in slots:  # opening them has also written down which ones there are
+        there, slots = pack_slots(slots), _repair_metadata(volume, slots, report)
+        for slot in slots:
             if sizes.get(slot, segment_bytes) != segment_bytes:
                 report.did(slot, f"file given its size of {format_bytes(segment_bytes)} again")
         found = _recover(volume, slots, report)
@@ -69,6 +75,8 @@ def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
                 _repair_segment(volume, segment, ids, report, pace)
             except OSError as error:
                 report.failed.append(Finding(f"slot {segment.slot}", f"{error.strerror}"))
+        if volume.metadata.is_whole:
+            volume.metadata.put_own(MetaKind.SLOTS, there)
     return report
 
 
@@ -82,7 +90,7 @@ def _repair_metadata(volume: OpenedVolume, slots: list[int], report: RepairRepor
             for slot in slots if not whole else ():
                 _wipe(volume.reader(slot))
                 report.did(slot, "cleared: which of its blocks were removed is lost")
-            volume.metadata.repair()
+            volume.metadata.create()
         except OSError as error:
             report.failed.append(Finding("metadata", f"{error.strerror}"))
             return slots
@@ -139,7 +147,7 @@ def _told(segment: Recovered, whole: Recovered, kept: int, lost: int) -> str:
 
 
 def _swapped(reader: SegmentReader, segment: Recovered, ids: set[int]) -> Recovered | None:
-    """What a segment of our own that lies in another one's place holds; None if it is not ours."""
+    """Contents of a segment of this volume in a wrong slot; None if it is another volume's."""
     origin = segment.origin
     if origin is None or origin.store != reader.store or origin.segment_id in ids:
         return None
@@ -150,25 +158,20 @@ def _swapped(reader: SegmentReader, segment: Recovered, ids: set[int]) -> Recove
 
 def _rewrite(reader: SegmentReader, segment: Recovered, intact: Entries) -> None:
     """Make this extent the sealed segment with these records."""
-    footer = np.ascontiguousarray(intact, dtype=ENTRY).tobytes()
-    nbytes = footer_bytes(len(intact))
-    offset = reader.segment_bytes - nbytes
     header = SegmentHeader(segment.segment_id, reader.slot, reader.segment_bytes, reader.store)
-    trailer = Trailer(
-        segment.segment_id, reader.slot, reader.segment_bytes, offset,
-        segment.tail, len(intact), True, checksum(footer), reader.store,
-    )  # fmt: skip
+    entries = np.ascontiguousarray(intact, dtype=ENTRY).tobytes()
+    offset, footer, trailer = close_segment(header, segment.tail, entries, sealed=True)
     files, fd, base = reader.files, reader.fd, reader.base
     files.write(fd, base, header.pack())
     if footer:
-        files.write(fd, base + offset, footer.ljust(nbytes - PAGE, b"\0"))
+        files.write(fd, base + offset, footer)
     files.sync(fd)
-    files.write(fd, base + reader.segment_bytes - PAGE, trailer.pack())
+    files.write(fd, base + reader.segment_bytes - PAGE, trailer)
     files.sync(fd)
 
 
 def _wipe(reader: SegmentReader) -> None:
-    """Make the slot a free one. The header goes last: it tells that there is something to do."""
+    """Make the slot free. The header is wiped last: until then a new repair starts again."""
     reader.files.write(reader.fd, reader.base + reader.segment_bytes - PAGE, bytes(PAGE))
     reader.files.sync(reader.fd)
     reader.files.write(reader.fd, reader.base, bytes(PAGE))

@@ -1,4 +1,4 @@
-"""Whether the disks have the room that a configuration promises to use."""
+"""Check that the disks have the room that a configuration promises to use."""
 
 import os
 from collections.abc import Iterator
@@ -34,10 +34,13 @@ def shortages(config: Config) -> list[DiskRoom]:
     for tier in config.file_tiers:
         for path in tier.path:
             place = nearest(path)
-            if path.is_block_device() or place is None:
-                continue  # a device tells its size when it is opened
-            disk = disks.setdefault(place.stat().st_dev, DiskRoom(_free_bytes(place)))
-            disk.free_bytes += sum(_segment_sizes(path))
+            try:
+                if path.is_block_device() or place is None:
+                    continue  # a device says its size when it is opened
+                disk = disks.setdefault(place.stat().st_dev, DiskRoom(_free_bytes(place)))
+                disk.free_bytes += sum(_segment_sizes(path))
+            except OSError:
+                continue  # a drive that cannot be read is left out when it is opened
             disk.wanted_bytes += tier.path_capacity
             disk.settings[f"{tier.TIER}.capacity"] = None
             disk.paths.append(path)
@@ -62,4 +65,4 @@ def _free_bytes(place: Path) -> int:
 
 def _segment_sizes(path: Path) -> Iterator[int]:
     for segment in path.glob("segment-*.kvs"):
-        yield segment.stat().st_blocks * 512
+        yield segment.lstat().st_blocks * 512

@@ -1,12 +1,14 @@
 """The volumes of a store and the threads of its tiers: started, added to, drained and resized."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kvdepot.core.units import parse_bytes
+from kvdepot.core.admin import DepotVolumes
+from kvdepot.core.units import format_bytes, parse_bytes
 from kvdepot.core.volume import OpenVolume
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.policy.placing.write_mode import WriteMode
@@ -16,20 +18,25 @@ from kvdepot.store.move.drain import drain, end_drain
 from kvdepot.store.move.memory_levels import MemoryLevels
 from kvdepot.store.move.mover import BlockMover
 from kvdepot.store.move.reclaim import VolumeRoom
-from kvdepot.store.move.renew import renew
+from kvdepot.store.sessions.pins import PinManager
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 from kvdepot.store.volume_entry import VolumeEntry
 from kvdepot.store.write.write_back import WriteBack
 
 _SEGMENTS_MIN: Final = 3
+SYNC_S: Final = 10.0
+"""Longest wait for changed metadata to be durable."""
 OpensPath = Callable[[str, Path], OpenVolume | None]
-"""How to open a path as a volume of a tier; None: the tier cannot have more volumes."""
+"""Opens a path as a volume of a tier; None if the tier cannot have more volumes."""
 _log = logging.getLogger("kvdepot.store")
 
 
-class VolumeMaintenance:
+class VolumeMaintenance(DepotVolumes):
     """All writable tiers, with their background work."""
+
+    pins: PinManager
+    """Pinned blocks, which must stay on the drives."""
 
     def __init__(self, state: StoreState, opens: OpensPath) -> None:
         self._state = state
@@ -79,10 +86,9 @@ class VolumeMaintenance:
             thread.join(max(0.0, deadline_s - self._state.clock.now()))
         return not any(thread.is_alive() for thread in threads)
 
-    def add(self, tier: str, path: Path) -> None:
-        """Use one more volume, which must be empty."""
-        lower = self._changeable(tier)
-        with self._change:
+    def add(self, tier: str, path: str | os.PathLike[str]) -> None:
+        lower, path = self._changeable(tier), Path(path)
+        with self._state.using, self._change:
             if any(same_path(entry, path) for entry in lower.volumes.entries):
                 raise ConfigError(f"{tier}.path", f"{path} is in use")
             open_volume = self._opens(tier, path)
@@ -109,9 +115,15 @@ class VolumeMaintenance:
         entry.capacity_bytes = capacity_bytes
         entry.volume.set_limits(capacity_bytes, may_write=not entry.draining)
 
-    def drain(self, tier: str, path: Path) -> int:
-        """Move a volume's blocks to the others and use it no more. Returns how many were moved."""
-        lower = self._changeable(tier)
+    def drain(self, tier: str, path: str | os.PathLike[str]) -> int:
+        path = Path(path)
+        with self._state.using:
+            lower = self._changeable(tier)
+            self._check_pins(lower, without=path)
+            self.pins.write(SYNC_S)
+            return self._drain(lower, tier, path)
+
+    def _drain(self, lower: LowerTier, tier: str, path: Path) -> int:
         with self._change:
             entry = self._entry_of(lower, path)
             others = [
@@ -141,18 +153,15 @@ class VolumeMaintenance:
                 return entry
         raise ConfigError(f"{lower.name}.path", f"{path} is not one of this store's volumes")
 
-    def renew(self, lower: LowerTier, rows: list[int]) -> bool:
-        """Write blocks again; see store/move/renew.py. False: some could not be."""
-        return not rows or renew(self._state, lower, rows, self.mover)
-
     def resize(self, tier: str, capacity: int | str) -> None:
-        """Give a tier more or less room; blocks leave where it is less."""
+        """Blocks leave a tier that gets less room."""
         lower = self._changeable(tier)
         try:
             capacity_bytes = parse_bytes(capacity)
         except ValueError as error:
             raise ConfigError(f"{tier}.capacity", str(error)) from error
-        with self._change:
+        with self._state.using, self._change:
+            self._check_pins(lower, capacity_bytes=capacity_bytes)
             entries = [entry for entry in lower.volumes.entries if not entry.draining]
             share = capacity_bytes // len(entries)
             if any(share // _segment_bytes(entry) < _SEGMENTS_MIN for entry in entries):
@@ -164,8 +173,8 @@ class VolumeMaintenance:
                 self._limit(entry, share // _segment_bytes(entry) * _segment_bytes(entry))
                 self.rooms[lower].shrink(entry.number, lower.config.write_timeout)
 
-    def set_mode(self, tier: str, mode: str) -> None:
-        """Change how a tier gets its blocks, from now on."""
+    def set_write_mode(self, tier: str, mode: str) -> None:
+        self._state.check_open()
         found = [lower for lower in self._state.lower_tiers if lower.name == tier]
         if not found:
             raise ConfigError(f"{tier}.write_mode", "this store has no such tier of files")
@@ -178,7 +187,34 @@ class VolumeMaintenance:
             found[0].mode = chosen
             self._state.writes.modes_changed()
 
+    def _check_pins(
+        self, lower: LowerTier, *, without: Path | None = None, capacity_bytes: int | None = None
+    ) -> None:
+        """ConfigError if pinned blocks would not fit a tier with less room."""
+        tier, room = lower.name, 0
+        for entry in lower.volumes.entries:
+            facts = entry.volume.facts()
+            if without is None or not same_path(entry, without):
+                room += 0 if entry.draining else facts.capacity_bytes
+            elif not facts.up and self.pins.blocks.has_missing():
+                raise ConfigError(
+                    f"{tier}.path",
+                    f"{without} is away, and pinned blocks are missing: it may have them",
+                    hint="bring it back, or end those pins: kvdepot session unpin",
+                )
+        room = room if capacity_bytes is None else capacity_bytes
+        with self._state.lock:
+            pinned = self.pins.blocks.pinned_bytes(tier)
+        if pinned and 2 * pinned > room:
+            raise ConfigError(
+                f"{tier}.capacity",
+                f"{format_bytes(pinned)} are pinned, and would take more than half of "
+                f"{format_bytes(room)}",
+                hint="kvdepot session list names the pins, kvdepot session unpin ends them",
+            )
+
     def _changeable(self, tier: str) -> LowerTier:
+        self._state.check_open()
         for lower in self.write_backs:
             if lower.name == tier:
                 return lower

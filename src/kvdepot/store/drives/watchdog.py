@@ -96,7 +96,7 @@ class VolumeWatchdog:
                 self._mover.record_tombstones(tombstones, to_others=False)
 
     def _is_quiet(self) -> bool:
-        """Whether no call reads, and nothing waits to be written."""
+        """True if no call reads, and nothing waits to be written."""
         since_s = self._state.clock.now() - _QUIET_S
         return not self._state.closing.is_set() and not any(
             lower.queue.tickets or lower.moving or lower.foreground.busy_since(since_s)

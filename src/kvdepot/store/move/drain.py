@@ -24,7 +24,7 @@ class MoveAway(CopyJob):
         self._volume = volume
         self.moved = 0
         self.bound: list[int] = []
-        """Blocks under contract that could not be read or written: they stay where they are."""
+        """Pinned blocks that could not be read or written: they stay where they are."""
 
     def is_wanted(self, row: int) -> bool:
         return self.target.place_on(row, self._volume) != NONE
@@ -50,7 +50,7 @@ def drain(state: StoreState, lower: LowerTier, number: int, mover: BlockMover) -
     """Move every block of a volume to the others of its tier, and drop those that cannot be.
 
     Returns how many were moved. Afterwards the volume holds nothing and takes nothing new, unless
-    the store closes meanwhile. ConfigError: blocks under contract could not be moved, and the
+    the store closes meanwhile. ConfigError: pinned blocks could not be moved, and the
     volume is used as before.
     """
     entry = state.volumes.entries[number]
@@ -85,8 +85,8 @@ def drain(state: StoreState, lower: LowerTier, number: int, mover: BlockMover) -
             make_durable(state)
             raise ConfigError(
                 f"{lower.name}.path",
-                f"{format_count(len(job.bound), 'block')} under contract could not be moved away",
-                hint="see kvdepot tiers list; kvdepot session unpin ends contracts",
+                f"{format_count(len(job.bound), 'pinned block')} could not be moved",
+                hint="see kvdepot tiers list; kvdepot session unpin ends pins",
             )
         rows, job.bound = job.bound, []
         move(rows)

@@ -35,7 +35,7 @@ class MemoryMove:
 
     rows: list[int] = field(default_factory=list)
     stamps: list[int] = field(default_factory=list)
-    """When each was used last."""
+    """Time of each block's last use."""
     copied: list[int] = field(default_factory=list)
     """Those of the rows that are copied."""
 
@@ -66,7 +66,7 @@ class MemoryLevels:
             self._upper.spare_bytes = 0  # nothing is moved ahead of need any longer
 
     def _is_time(self) -> bool:
-        """Whether readers have been left alone for a while: what they read can wait to come up."""
+        """True if no call has read for a while, so that blocks may move up."""
         now_s = self._state.clock.now()
         if not self._upper.hits:
             self._since_s = now_s
@@ -224,7 +224,7 @@ class MemoryLevels:
         state.unlease(move.rows)
 
     def _may_go(self, row: int, source: ArenaTier, *, damaged: bool, used: bool) -> bool:
-        """Whether the original is no longer needed."""
+        """True if the original copy is no longer needed."""
         assert self._state.lock.held()
         state = self._state
         if state.catalog.leases(row) != 1 or not source.copies.ready(row):

@@ -29,7 +29,7 @@ from kvdepot.core.volume import (
     volume_of,
 )
 from kvdepot.format.copy_ops import transfers
-from kvdepot.format.record import record_bytes, set_stamp, stamp_of
+from kvdepot.format.record import record_bytes, stamp_of
 from kvdepot.native import COPY, address_of
 from kvdepot.store.state.background_throttle import FLASH_SHARE, HEAD_SHARE, ChunkSizer, backoff_s
 from kvdepot.store.state.lower_tier import LowerTier
@@ -40,7 +40,7 @@ PIECE_BYTES: Final = 4 << 20
 _TRIES_MAX: Final = 8
 """Other threads may take the room that one has made."""
 _STAGING_S: Final = 1.0
-"""How long to wait for memory to read into."""
+"""Longest wait for memory to read into."""
 _TOMBSTONE_PAUSE_S: Final = 0.01
 _TOMBSTONE_WAIT_S: Final = 1.0
 READS_END_S: Final = 60.0
@@ -51,13 +51,11 @@ MakeRoom = Callable[[LowerTier, int, int], bool]
 
 
 class CopyJob(ABC):
-    """What is copied, and where to. Methods are called with the store's lock held."""
+    """Rows to copy, and their target. Methods are called with the store's lock held."""
 
     purpose = Purpose.BLOCK
     in_place = False
     """Append the image in memory itself; else a copy of it in staging."""
-    renews = False
-    """The copies get a new stamp: they count as put again."""
     counter = ""
     """The counter of copied blocks; empty: they are counted as moved within their tier."""
     from_memory = True
@@ -67,11 +65,11 @@ class CopyJob(ABC):
         self.target = target
 
     def is_wanted(self, row: int) -> bool:
-        """Whether a row should still be copied."""
+        """True if a row should still be copied."""
         return True
 
     def source(self, row: int) -> tuple[LowerTier, int] | None:
-        """Where to read a row that is not in memory; None: it cannot be read."""
+        """Return the tier and place of a row that is not in memory; None if it cannot be read."""
         return None
 
     def claim(self, row: int) -> None:
@@ -100,7 +98,7 @@ class CopyBatch:
     slots: dict[int, int] = field(default_factory=dict)
     """Slots of staging by row."""
     sources: dict[int, tuple[LowerTier, int] | None] = field(default_factory=dict)
-    """Where the rows must be read from that are not in memory."""
+    """Tier and place of each row that is not in memory."""
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +112,7 @@ class BlockMover:
         self._state = state
         self._make_room = make_room
         self.tombstone_wait_s = _TOMBSTONE_WAIT_S
-        """How long a removal waits for a drive, if none has recorded it."""
+        """Longest wait of a removal for a drive, if no drive has recorded it."""
 
     def copy_all(
         self,
@@ -152,7 +150,7 @@ class BlockMover:
         return left
 
     def claim(self, job: CopyJob, rows: list[int], limit_bytes: int) -> tuple[CopyBatch, list[int]]:
-        """Lease as many wanted rows as fit, with an image for each. Returns also what is left."""
+        """Lease as many of the rows as fit, with an image for each. Returns also the rest."""
         state, catalog = self._state, self._state.catalog
         assert state.lock.held()
         budget, in_staging = limit_bytes, max(1, state.staging.capacity_bytes // 4)
@@ -217,8 +215,8 @@ class BlockMover:
             _log.warning("%d removals could not be recorded", len(tombstones))
 
     def _image(self, job: CopyJob, piece: CopyBatch, row: int, nbytes: int) -> memoryview | None:
-        """Where the record of a row is, or goes: in memory if it can be appended from there, else
-        in staging. None: there is no room in staging.
+        """Return the record of a row, or the place to read it to: in memory if it can be appended
+        there, else in staging. None: there is no room in staging.
         """
         state, memory = self._state, self._state.catalog.memory
         in_memory = job.from_memory and memory.ready(row)
@@ -233,7 +231,7 @@ class BlockMover:
         return state.staging.image(slot, nbytes)
 
     def is_appended_elsewhere(self, row: int, target: LowerTier) -> bool:
-        """Whether another tier appends the record in memory now, and so writes to its head."""
+        """True if another tier appends the record in memory now, and so writes to its head."""
         others = [lower.copies for lower in self._state.lower_tiers if lower is not target]
         return any(not copies.absent(row) and not copies.ready(row) for copies in others)
 
@@ -298,10 +296,6 @@ class BlockMover:
         with state.lock:
             mounts, volume = entry.mounts, entry.volume
             target.appending[number] += 1
-        if job.renews:
-            stamp = state.stamps.next()
-            for _, image in blocks:
-                set_stamp(image, stamp)
         records = np.zeros(len(blocks), RECORD_DTYPE)
         rows = np.array([row for row, _ in blocks])
         records["key"] = catalog.table.words(rows)

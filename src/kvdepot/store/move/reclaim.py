@@ -31,7 +31,7 @@ _DESCENDANTS_MAX: Final = 4096
 _STEP: Final = 256
 """Blocks dealt with before other threads get the lock."""
 _PATIENCE_S: Final = 2.0
-"""How long write-back waits for room that leases hold, before blocks are given up."""
+"""Longest wait of write-back for room that leases hold, before blocks are dropped."""
 _LOOK_AGAIN_S: Final = 0.05
 _SHRINK_AGAIN_S: Final = 10.0
 """A volume whose leased blocks do not fit into fewer segments is tried again after this time, or
@@ -132,12 +132,13 @@ class VolumeRoom:
         if not entry.volume.facts().may_reopen:
             return False
         with state.lock:  # before its locations become invalid
+            entry.mounts += 1  # what is being appended to it now is gone, too
             self._lower.forget_volume(number)
         blocks = volumes.reopen(entry)
         if blocks is not None:
             with state.lock:
                 self._lower.insert_recovered([blocks])
-                self._lower.promises.renew()
+                self._lower.pinned.renew()
             volumes.entered(entry)
         return blocks is not None
 
@@ -219,7 +220,7 @@ class Reclaimer:
         return True
 
     def is_held_up(self, number: int) -> bool:
-        """Whether a segment could go once its blocks are no longer leased or being written."""
+        """True if a segment could go once its blocks are no longer leased or being written."""
         assert self._state.lock.held()
         volume = self._volumes[number]
         facts = volume.facts()
@@ -277,7 +278,7 @@ class Reclaimer:
         table = volume.segments()
         tried = tried | self._lower.unentered(number, table)
         sealed = [one for one in table.segments[table.sealed].tolist() if one not in tried]
-        if self._lower.promises.total:  # else contracts could hide all that may go
+        if self._lower.pinned.total:  # else pins could hide all that may go
             segment_bytes = volume.facts().segment_bytes
             live = self._lower.live
             loose = (one for one in sealed if not self._in_use(live(number, one), segment_bytes))
@@ -286,7 +287,7 @@ class Reclaimer:
         return sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]
 
     def _in_use(self, rows: Rows, segment_bytes: int) -> bool:
-        """Whether so much of a segment is leased, or under contract, that emptying it would gain
+        """True if so much of a segment is leased or pinned that emptying it would gain
         nothing.
         """
         held = self._state.catalog.leased_rows(rows) | self._lower.bound(rows)
@@ -312,7 +313,7 @@ class Reclaimer:
         )
 
     def _look_below(self, volume: int, segment: int, rows: Rows) -> tuple[Rows, Rows]:
-        """When each block or what continues it was last used, and how many bytes continue it.
+        """Return each block's last use, with that of its descendants, and the descendants' bytes.
 
         Follows prefixes out of the segment, _DESCENDANTS_MAX blocks at most.
         """
@@ -333,7 +334,7 @@ class Reclaimer:
         return stamps, below
 
     def _leads_out(self, volume: int, segment: int, rows: Rows) -> Bools:
-        """Which rows may have a child outside: not those whose only child is in the segment."""
+        """True for rows that may have a child outside the segment."""
         first, siblings = self._state.catalog.tree.only_children(rows)
         places = self._lower.copies.location.array[first] >> SEGMENT_SHIFT
         elsewhere = places != (volume << SEGMENT_SHIFT | segment)
@@ -341,7 +342,7 @@ class Reclaimer:
         return leads_out
 
     def _needed(self, rows: Rows) -> Bools:
-        """Which rows are under contract, leased, or above a leased one."""
+        """True for rows that are pinned, leased, or ancestors of a leased one."""
         catalog = self._state.catalog
         bound = self._lower.bound(rows)
         if not catalog.leased:
@@ -404,7 +405,7 @@ class Reclaimer:
         self._evict(list(victims))
 
     def _is_held(self, row: int) -> bool:
-        """Whether a block is leased, or under a contract that rests on this tier."""
+        """True if a block is leased, or under a pin that rests on this tier."""
         return bool(self._state.catalog.leases(row)) or self._lower.is_bound(row)
 
     def _evict(self, rows: list[int]) -> None:

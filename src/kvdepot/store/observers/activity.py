@@ -59,13 +59,13 @@ COUNTERS: Final = (
 )
 """Totals of blocks, if the name does not say otherwise."""
 _BUCKETS: Final = 28
-"""Of a histogram: the last one begins at 67 s."""
+"""Number of buckets of a histogram: the last begins at 67 s."""
 _LATEST: Final = 20
 """Decisions that `stats` shows one by one."""
 
 
 class LatencyHistogram:
-    """How long something took, in buckets of powers of two microseconds."""
+    """Durations in buckets of powers of two microseconds."""
 
     __slots__ = ("counts", "total_s")
 
@@ -119,7 +119,7 @@ class LookupCounts:
 
 
 class FirstTokens:
-    """How soon answers began, as engines reported it, and the latest decisions."""
+    """Times to first tokens as engines reported them, and the latest decisions."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(Reason, 0)
@@ -166,7 +166,7 @@ class Activity:
     def __init__(self) -> None:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._lookups = {False: LookupCounts(), True: LookupCounts()}
-        """Of matches, and of leases."""
+        """Counts of matches (False) and of leases (True)."""
         self._served_bytes: dict[str, int] = {}
         self._stages: dict[tuple[str, str], LatencyHistogram] = {}
         self._first_tokens = FirstTokens()

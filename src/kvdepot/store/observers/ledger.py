@@ -32,7 +32,7 @@ _SPACES_MAX: Final = 1 << 16
 
 @dataclass(slots=True)
 class Account:
-    """What was given back to one tenant or session."""
+    """Tokens served to one tenant or session."""
 
     tokens: dict[str, float] = field(default_factory=dict)
     """Tokens by the tier that they came from."""
@@ -59,7 +59,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class _Space:
-    """What the ledger knows of a namespace."""
+    """The ledger's facts of a namespace."""
 
     tenant: str
     block_tokens: int

@@ -1,4 +1,4 @@
-"""Prefetch: blocks that will be wanted soon come to memory in the background.
+"""Prefetch: blocks that will soon be read come to memory in the background.
 
 One thread serves the most urgent hint first, a few blocks at a time, and rests while callers read.
 The blocks that may wait are bounded; further ones are not taken. Blocks from a hard drive go to the
@@ -27,7 +27,7 @@ _STEP_BYTES: Final = 32 << 20
 _LOOK_MAX: Final = 512
 _FIRST_BYTES: Final = 1 << 20
 _ALONE_S: Final = 0.15
-"""How long a call may have to wait for a step that began before it."""
+"""Longest wait of a call for a step that began before it."""
 _MEMORY_SHARE: Final = 0.25
 """Share of the memory that hints may fill before it is used."""
 _HINTS_MAX: Final = 4096
@@ -108,10 +108,10 @@ class Prefetcher:
         self._reader = reader
         self._hints: list[Hint] = []
         self._size = ChunkSizer(_STEP_BYTES, _ALONE_S)
-        """What is read in one go while no call reads."""
+        """Bytes read in one step while no call reads."""
         self._size.nbytes = _FIRST_BYTES
         self._small_size = ChunkSizer(_STEP_BYTES)
-        """What one drive reads in one go while calls read too."""
+        """Bytes read from one drive in one step while calls read too."""
         self._thread: threading.Thread | None = None
         contiguous_bytes = max(
             (lower.volumes.contiguous_bytes for lower in state.lower_tiers), default=0
@@ -122,7 +122,7 @@ class Prefetcher:
     def start(
         self, blocks: Array, deadline_s: float, session_state: SessionState = SessionState.NONE
     ) -> Hint:
-        """Begin to bring blocks within so many seconds, as far as there is room for them.
+        """Begin to read blocks into memory within `within_s`, as far as there is room.
 
         `session_state` is that of the session that they belong to.
         """
@@ -171,7 +171,7 @@ class Prefetcher:
             self._rest(hint, volumes, started_s)
 
     def _next_step(self, hint: Hint, since_s: float) -> tuple[Array, Ints]:
-        """What to read next: much while no call reads there, else a little from each drive."""
+        """Choose the next reads: many while no call reads there, else few from each drive."""
         state = self._state
         keys = np.ascontiguousarray(hint.first(_LOOK_MAX)["key"])
         with state.lock:
@@ -250,7 +250,7 @@ class ReadAhead:
             self._prefetcher.start(wanted, _AHEAD_DEADLINE_S)
 
     def _next_blocks(self, call: ReadCall) -> Array | None:
-        """What to read ahead after a call."""
+        """Return the keys to read ahead after a call."""
         catalog, rows = self._state.catalog, call.rows
         # Rows of blocks that are still what they were when they were read.
         same = (rows != NONE) & (catalog.table.words(rows) == call.blocks["key"]).all(axis=1)

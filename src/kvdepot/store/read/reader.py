@@ -31,14 +31,14 @@ from kvdepot.core.volume import (
     Priority,
     volume_of,
 )
-from kvdepot.format.record import HEAD_BYTES, TABLE_OFFSET, record_sizes
+from kvdepot.format.copy_ops import copy_out, spans, verify_ops
+from kvdepot.format.record import keys_at, record_sizes
 from kvdepot.index.table import NONE, Bools, Rows
-from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, transfer
-from kvdepot.store.events import BlocksServed
-from kvdepot.store.read.lease import BlockLease
+from kvdepot.native import transfer
+from kvdepot.store.events import BlocksServed, Took
 from kvdepot.store.read.timed_out import LateRead, TimedOutIo
 from kvdepot.store.state.lower_tier import LowerTier
-from kvdepot.store.state.state import TEMPORARY, StoreState
+from kvdepot.store.state.state import TEMPORARY, BlockLease, StoreState
 from kvdepot.store.write.memory_eviction import ArenaTier, SlotAllocator
 
 _CODES: Final = {(answer.tier, answer.reason): code for code, answer in enumerate(ANSWERS)}
@@ -65,7 +65,7 @@ _WAVE_BLOCKS_MAX: Final = 256
 _FIRST_BLOCKS_MAX: Final = 64
 """So that the first of many small blocks are read early."""
 _MOVES_MAX: Final = 16
-"""How often a block that a reclaim has moved meanwhile is looked for at its new place."""
+"""Times that a block which a reclaim moves meanwhile is looked for at its new place."""
 _LOOK_AGAIN_S: Final = 0.5
 _WAIT_MAX_S: Final = 60.0
 _log = RateLimitedLog("kvdepot.store")
@@ -92,7 +92,7 @@ class ReadCall:
     concurrently: bool = False
     """The sink gets blocks in memory while they are verified."""
     waits_for_others: bool = True
-    """What another call is reading into memory is left to it, for a while."""
+    """True: wait for a while for blocks that another call is reading into memory."""
     rows: Rows = field(init=False)
     addresses: Ints = field(init=False)
     """Addresses of records in memory; 0: it is not in memory."""
@@ -106,11 +106,6 @@ class ReadCall:
         self.addresses = np.zeros(count, np.int64)
         self.codes = np.full(count, ABSENT, np.uint8)
 
-    @property
-    def known(self) -> Rows:
-        rows: Rows = self.rows[self.rows != NONE]
-        return rows
-
     def hand_over(self, indices: Ints, addresses: Ints, lasting: Bools, *, verified: bool) -> None:
         """Give the sink records that can be read in place."""
         if self.sink is None or not len(indices):
@@ -118,14 +113,6 @@ class ReadCall:
         if self.keep is not None:
             self.keep.protect(self.rows[indices[lasting]].tolist())
         self.sink(Arrived(self.places[indices], addresses, lasting, verified))
-
-    def spans(self, indices: Ints) -> tuple[Ints, Ints, Bools]:
-        """The wanted ranges in whole chunks, as start and stop; and which were so already."""
-        blocks = self.blocks[indices]
-        start, stop, chunk = blocks["start"], blocks["stop"], blocks["chunk_bytes"]
-        first = start // chunk * chunk
-        last = np.minimum(-(-stop // chunk) * chunk, blocks["payload_bytes"])
-        return first, last, (first == start) & (last == stop)
 
 
 @dataclass(slots=True, eq=False)
@@ -146,7 +133,7 @@ class Wave:
 
 @dataclass(slots=True, eq=False)
 class VolumeWaves:
-    """What one call reads from one volume."""
+    """The reads of one call from one volume."""
 
     lower: LowerTier
     volume: int
@@ -156,15 +143,6 @@ class VolumeWaves:
 
 Volumes = dict[int, VolumeWaves]
 Done = queue.SimpleQueue[tuple[VolumeWaves, Wave]]
-
-
-def copy_payloads(call: ReadCall, indices: Ints, records: Ints) -> None:
-    """Copy the wanted ranges out of records that were verified, or need not be."""
-    blocks = call.blocks[indices]
-    ops = np.zeros(len(indices), TRANSFER_DTYPE)
-    ops["source"], ops["target"] = records + HEAD_BYTES + blocks["start"], blocks["address"]
-    ops["nbytes"], ops["mode"] = blocks["stop"] - blocks["start"], COPY
-    transfer(ops)
 
 
 class Reader:
@@ -197,7 +175,7 @@ class Reader:
         is_use: bool = True,
         is_prefetch: bool = False,
     ) -> bytes:
-        """Fill each block's buffer or say why not: a place in ANSWERS for each block.
+        """Fill each block's buffer or return the reason: a place in ANSWERS for each block.
 
         `wanted`: the indices of the blocks that the caller may have. `is_use`: it counts as a use
         of the blocks. See Engine.read.
@@ -213,7 +191,7 @@ class Reader:
         )
         with state.lock:
             self._look_up(call)
-            held = call.known.tolist()
+            held = call.rows[call.rows != NONE].tolist()
             state.catalog.lease(held)
             if not is_prefetch:
                 if is_use:
@@ -231,7 +209,7 @@ class Reader:
         if not is_prefetch:
             if self.after_read is not None:
                 self.after_read(call)
-            state.events.took("get", state.clock.now() - began_s)
+            state.events.emit(Took("get", "", state.clock.now() - began_s))
         return call.codes.tobytes()
 
     def _look_up(self, call: ReadCall) -> None:
@@ -242,21 +220,19 @@ class Reader:
         there = (rows != NONE) & (catalog.residency.array[rows] != 0)
         there &= catalog.nbytes.array[rows] == call.blocks["payload_bytes"]
         call.rows = np.where(there, rows, NONE)
-        upper, *below = self._state.memory_tiers
-        call.addresses = upper.addresses(call.rows)
-        for memory in below:
-            missing = np.flatnonzero((call.addresses == 0) & (call.rows != NONE))
-            if len(missing):
-                found = memory.addresses(call.rows[missing])
-                call.addresses[missing] = found
-                if found.any() and not call.is_prefetch:
-                    upper.note_hits_below(call.rows[missing[found != 0]].tolist())
+        call.addresses = self._state.addresses(call.rows)
+        if len(self._state.memory_tiers) > 1 and not call.is_prefetch:
+            upper, lower = self._state.memory_tiers
+            below = call.rows[lower.holds(call.addresses)].tolist()
+            if below:
+                upper.note_hits_below(below)
 
     def _from_memory(self, call: ReadCall) -> Ints:
         """Serve what is in memory. Returns what is on volumes, for damaged copies in memory too."""
         left = [np.flatnonzero((call.rows != NONE) & (call.addresses == 0))]
         for memory in self._state.memory_tiers:
-            mine = np.flatnonzero(memory.holds(call.addresses))
+            start, stop = memory.address, memory.address + memory.arena.memory.nbytes
+            mine = np.flatnonzero((call.addresses >= start) & (call.addresses < stop))
             if len(mine):
                 left.append(self._serve(call, memory, mine))
         return np.concatenate(left) if len(left) > 1 else left[0]
@@ -267,13 +243,13 @@ class Reader:
         A slot that holds another block is never served. What is verified and then read in place by
         the sink goes in small parts, so that the sink finds it in the processor's cache.
         """
-        same = (memory.keys_at(call.addresses[mine]) == call.blocks["key"][mine]).all(axis=1)
+        same = (keys_at(call.addresses[mine]) == call.blocks["key"][mine]).all(axis=1)
         bad, good = [mine[~same]], mine[same]
         call.codes[good] = _CODES[memory.name, ""]
         if call.sink is None or not call.verify:
             bad.append(self._copy_out(call, good))
         elif call.concurrently and len(good):
-            ops = self._verify_ops(call, good)
+            ops = verify_ops(call.blocks[good], call.addresses[good])
             check = self._checks.submit(transfer, ops, self._check_threads)
             try:
                 self._hand_over(call, good, verified=False)
@@ -289,34 +265,13 @@ class Reader:
 
     def _copy_out(self, call: ReadCall, indices: Ints) -> Ints:
         """Verify, copy and hand over as asked. Returns the blocks that failed verification."""
-        bad = np.zeros(len(indices), bool)
-        targets = call.blocks["address"][indices]
-        if call.verify:
-            ops = self._verify_ops(call, indices)
-            transfer(ops)
-            bad = ops["result"] != 0
-            copied = ops["target"] != 0
-        else:
-            copied = np.zeros(len(indices), bool)
-        rest = np.flatnonzero((targets != 0) & ~copied & ~bad)
-        if len(rest):
-            copy_payloads(call, indices[rest], call.addresses[indices[rest]])
+        blocks = call.blocks[indices]
+        intact = copy_out(blocks, call.addresses[indices], verify=call.verify)
         if call.sink is not None:
-            good = indices[~bad & (targets == 0)]
+            good = indices[intact & (blocks["address"] == 0)]
             self._hand_over(call, good, verified=call.verify)
-        return indices[bad]
-
-    def _verify_ops(self, call: ReadCall, indices: Ints) -> Array:
-        """Operations that verify the wanted ranges in whole chunks, and copy those that are so."""
-        records = call.addresses[indices]
-        first, last, exact = call.spans(indices)
-        chunk_bytes = call.blocks["chunk_bytes"][indices]
-        ops = np.zeros(len(indices), TRANSFER_DTYPE)
-        ops["source"], ops["nbytes"] = records + HEAD_BYTES + first, last - first
-        ops["target"] = np.where(exact, call.blocks["address"][indices], 0)
-        ops["chunk_bytes"], ops["mode"] = chunk_bytes, VERIFY
-        ops["table"] = records + TABLE_OFFSET + 8 * (first // chunk_bytes)
-        return ops
+        bad: Ints = indices[~intact]
+        return bad
 
     def _hand_over(self, call: ReadCall, indices: Ints, *, verified: bool) -> None:
         lasting = np.ones(len(indices), bool)
@@ -341,7 +296,7 @@ class Reader:
                     continue
                 memory.drop(row)
                 if slower is not None:
-                    call.addresses[index] = slower.addresses(call.rows[[index]])[0]
+                    call.addresses[index] = slower.address + slower.copies.location[row]
                 else:
                     left.append(index)
         return np.array(left, np.int64)
@@ -373,7 +328,11 @@ class Reader:
             state.lock.arrived.wait_for(
                 lambda: not (memory.copies.state.array[rows] == _FILLING).any(), wait_s
             )
-            call.addresses[others] = memory.addresses(rows)
+            call.addresses[others] = np.where(
+                memory.copies.state.array[rows] == _READY,
+                memory.address + memory.copies.location.array[rows],
+                0,
+            )
         return others
 
     def _count(self, call: ReadCall) -> None:
@@ -565,7 +524,7 @@ class VolumeReads:
             batch[name] = call.blocks[name][indices]
         batch["place"] = locations & _PLACES
         batch["image"] = slots + np.where(promote, state.arena.address, state.staging.address)
-        batch["start"], batch["stop"], exact = call.spans(indices)
+        batch["start"], batch["stop"], exact = spans(call.blocks[indices])
         batch["target"] = np.where(exact, call.blocks["address"][indices], 0)
         return Wave(indices, locations, slots, promote, batch)
 
@@ -632,14 +591,14 @@ class VolumeReads:
         images, targets = wave.reads["image"], call.blocks["address"][wave.indices]
         partial = np.flatnonzero(good & (targets != 0) & (wave.reads["target"] == 0))
         if len(partial):
-            copy_payloads(call, wave.indices[partial], images[partial])
+            copy_out(call.blocks[wave.indices[partial]], images[partial], verify=False)
         again: list[int] = []
         late: list[LateRead] = []
         try:
             here = np.flatnonzero(good & (targets == 0))
             call.hand_over(wave.indices[here], images[here], wave.promote[here], verified=True)
         finally:
-            state.events.took("read", state.clock.now() - wave.began_s, reads.lower.name)
+            state.events.emit(Took("read", reads.lower.name, state.clock.now() - wave.began_s))
             with state.lock:
                 self._keep(call, reads.lower, wave, good)
                 for at in np.flatnonzero(~good).tolist():

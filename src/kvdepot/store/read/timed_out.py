@@ -69,7 +69,7 @@ class TimedOutIo:
                     return
 
     def _is_good(self, read: LateRead) -> bool:
-        """Whether the slot holds the whole block."""
+        """True if the slot holds the whole block."""
         if not read.in_arena:
             return False
         image = self._state.arena.image(read.slot, read.nbytes)

@@ -35,8 +35,7 @@ from kvdepot.errors import ConfigError, FormatError
 from kvdepot.format.record import token_ids as token_ids_of
 from kvdepot.io.files import aligned
 from kvdepot.native import address_of
-from kvdepot.store.access import Caller
-from kvdepot.store.engine import Engine
+from kvdepot.store.engine import Caller, Engine
 from kvdepot.store.read.token_ids import read_heads
 from kvdepot.store.sessions.session_table import Prompt, Sessions
 
@@ -54,7 +53,7 @@ _PUT_S: Final = 30.0
 
 @dataclass(slots=True)
 class ArchiveProgress:
-    """How far an export or import is, for people."""
+    """Progress of an export or import."""
 
     done_bytes: int = 0
     total_bytes: int = 0
@@ -71,7 +70,7 @@ class ArchivedPrompt:
 
 
 class ByteSource(Protocol):
-    """Where an archive comes from. Less than was asked for is the end."""
+    """Source of an archive. A short read is its end."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -182,7 +181,7 @@ class SessionExporter:
         self, one: ArchivedPrompt, key: BlockKey, label: str, buffer: memoryview
     ) -> Iterator[bytes | memoryview]:
         caller, size = self._caller_of(one), one.layout.block_bytes
-        with self._state.using():
+        with self._state.using:
             (code,) = self._engine.read(caller, _block(key, buffer), _READ_S)
             got = ANSWERS[code]
             if not got:
@@ -211,7 +210,7 @@ class SessionExporter:
     def _take_in(
         self, source: ByteSource, part: ArchivedPrompt, transfer: ArchiveProgress
     ) -> tuple[list[BlockKey], str]:
-        """Blocks of one namespace as far as they are intact, and what was wrong then."""
+        """Store the intact blocks of one namespace. Returns their keys and the first fault."""
         size, taken, chain = part.layout.block_bytes, list[BlockKey](), b""
         caller = Caller("import")
         block_size = BlockSize(size, part.layout.chunk_bytes)
@@ -257,7 +256,7 @@ def _head(
 
 
 def _read_head(source: ByteSource, label: str) -> tuple[dict[str, Any], list[ArchivedPrompt]]:
-    """What an archive says of itself, or FormatError."""
+    """Read the head of an archive, or FormatError."""
     fixed = source.read(_FIXED.size)
     if len(fixed) < _FIXED.size or not fixed.startswith(MAGIC):
         raise FormatError(label, "is no archive of a session")

@@ -27,11 +27,11 @@ from kvdepot.store.state.state import StoreState
 
 _ANCHORS: Final = 4
 _SHARE: Final = 128
-"""All sessions take one part in so many of the smallest drive, and `_BYTES_MIN` at least."""
+"""All sessions take at most 1/128 of the smallest drive, but may take `_BYTES_MIN`."""
 _BYTES_MIN: Final = 256 << 10
 _BYTES_MAX: Final = 64 << 20
 _PIN_SHARE: Final = 2
-"""One pin takes one part in so many of that at most."""
+"""One pin takes at most half of that."""
 
 
 class SessionRecords:
@@ -43,22 +43,22 @@ class SessionRecords:
         self._state = state
         self._sessions = sessions
         self._written: dict[tuple[MetaKind, bytes], MetaEntry] = {}
-        """What the drives have, as last written or read."""
+        """The entries on the drives, as last written or read."""
         self._bytes = 0
-        """What the sessions take there."""
+        """Bytes of the sessions' entries there."""
         self.dirty: set[SessionId] = set()
         """Sessions to be written. Guarded by the store's lock, as all above."""
         self._writing = threading.Lock()
 
     @property
     def exist(self) -> bool:
-        """Whether anything can be written down."""
+        """True if sessions can be written to a drive."""
         tiers = self._state.lower_tiers
         return any(lower.writable and not lower.volumes.is_remote for lower in tiers)
 
     @property
     def pin_bytes_max(self) -> int:
-        """What one pin may take."""
+        """The most bytes that one pin may take."""
         return self._bytes_max() // _PIN_SHARE
 
     def changed(self, session: SessionId) -> None:
@@ -109,11 +109,11 @@ class SessionRecords:
         self._written[entry.kind, entry.name] = entry
 
     def _entries(self, session: SessionId) -> Iterator[MetaEntry]:
-        """What is to be written of a session. One without a pin that finds no room is left out."""
+        """The entries to write for a session. Without a pin it is left out if there is no room."""
         tag, name = session
         label = tag + name.encode()
         prompt = self._sessions.find(tag, name)
-        pin = prompt.contract if prompt is not None else None
+        pin = prompt.pin if prompt is not None else None
         texts = {
             MetaKind.SESSION: _session_text(prompt) if prompt is not None else None,
             MetaKind.PIN: _pin_text(pin) if pin is not None else None,
@@ -141,11 +141,11 @@ class SessionRecords:
             found = _parse_session(self._state.catalog, tag, entry, pin)
         except (KeyError, TypeError, ValueError, OverflowError, ConfigError):
             return
-        self._sessions.withdraw(tag, name)
+        self._sessions.clear_pin(tag, name)
         if found is None:
             self._sessions.forget(tag, name)
             return
-        self._sessions.enter(tag, name, replace(found, contract=pin))
+        self._sessions.enter(tag, name, replace(found, pin=pin))
         if pin is not None:
             self._sessions.bind(tag, pin)
 
@@ -177,7 +177,6 @@ def _pin_text(pin: Pin) -> bytes:
         "number": pin.number,
         "granted": pin.granted_s,
         "until": pin.until_s,
-        "turn": pin.through_turn,
         "keys": base64.b64encode(pin.packed).decode(),
     }
     return json.dumps(fields, separators=(",", ":")).encode()
@@ -196,7 +195,6 @@ def _parse_pin(text: bytes) -> Pin:
         packed,
         float(fields["granted"]),
         float(fields["until"]),
-        bool(fields["turn"]),
         np.zeros(len(packed) // PACKED_BYTES, dtype=bool),
     )
 

@@ -1,13 +1,13 @@
-"""The prompts of sessions by name, and what becomes of them: alive, pending, closed.
+"""The prompts of sessions by name, and their state: alive, pending, closed.
 
-What is known of them is kept on the drives too (records.py). A name belongs to one namespace, so
-what one tenant calls a session is none of another's. Number and size are bounded: beyond that, the
-namespace that has most forgets its oldest; those under a contract of retention stay.
+They are kept on the drives too (records.py). A name belongs to one namespace, so
+tenants may use the same name. Number and size are bounded: at the bound, the
+namespace with most sessions forgets its oldest; pinned ones stay.
 """
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
@@ -29,7 +29,7 @@ PACKED_BYTES: Final = 3 * _WORD_BYTES
 """A key without its namespace's tag."""
 _LOOKED_AT: Final = 4096
 _OVERHEAD_BYTES: Final = 600
-"""Of a name and its entry."""
+"""Bytes of a name and its entry."""
 
 
 SessionId = tuple[bytes, str]
@@ -54,10 +54,8 @@ class Pin:
     granted_s: float
     until_s: float
     """By the time of day."""
-    through_turn: bool
-    """It ends with the session's next turn, if that comes before."""
     held: Bools
-    """Which of the blocks the index has under this contract."""
+    """True for blocks that the index holds for this pin."""
 
     def __len__(self) -> int:
         return len(self.packed) // PACKED_BYTES
@@ -65,15 +63,15 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is remembered of a session in one namespace."""
+    """The stored prompt of a session in one namespace."""
 
     packed: bytes
     state: SessionState
     turns: int = 1
-    """How often it was told of."""
+    """Number of times it was named."""
     told_s: float = 0.0
-    """When it was told of last, by the time of day."""
-    contract: Pin | None = None
+    """Time of day at which it was last named."""
+    pin: Pin | None = None
 
     def __len__(self) -> int:
         return len(self.packed) // PACKED_BYTES
@@ -110,28 +108,28 @@ class Sessions:
         self,
         catalog: Catalog,
         clock: Clock,
-        promises: PinnedRows,
+        pinned: PinnedRows,
         number_max: int = NUMBER_MAX,
         bytes_max: int = BYTES_MAX,
     ) -> None:
         self._catalog = catalog
         self._clock = clock
-        self.promises = promises
+        self.pinned = pinned
         self._number_max = number_max
         self._bytes_max = bytes_max
         self._known: dict[bytes, OrderedDict[str, Prompt]] = {}
-        """By tag and name, the one told of longest ago first."""
+        """By tag and name, the one named longest ago first."""
         self._tails: Counter[tuple[bytes, bytes]] = Counter()
         """With what remembered prompts end: by tag, a key without it."""
         self._held: Counter[bytes] = Counter()
         """Bytes by tag."""
         self._number = 0
         self._forgotten = 0
-        self.contracts: dict[SessionId, Pin] = {}
-        self.contracts_ended = 0
+        self.pins: dict[SessionId, Pin] = {}
+        self.pins_ended = 0
         """Since the store was opened; one that another takes the place of is not counted."""
         self.changed: Callable[[SessionId], None] = lambda _: None
-        """Told of every session that is to be written down, or is forgotten."""
+        """Called for every session that changed or was forgotten."""
 
     def remember(
         self, tag: bytes, name: str, words: Keys, state: SessionState, start: int = 0
@@ -149,13 +147,8 @@ class Sessions:
         if len(packed) > self._bytes_max // 2:
             return
         turns = before.turns + (not start) if before is not None else 1
-        contract = before.contract if before is not None else None
-        comes_back = state is SessionState.ALIVE and not start
-        if contract is not None and contract.through_turn and comes_back:
-            self.end_contract(tag, name)
-            before, contract = self.find(tag, name), None
-        now_s = self._clock.now()
-        self.enter(tag, name, Prompt(packed, state, turns, now_s, contract))
+        pin = before.pin if before is not None else None
+        self.enter(tag, name, Prompt(packed, state, turns, self._clock.now(), pin))
         while self._number > self._number_max or self._held.total() > self._bytes_max:
             if not self._forget_oldest():
                 break
@@ -167,15 +160,15 @@ class Sessions:
         self._tails[tag, prompt.tail] += 1
         self._held[tag] += prompt.nbytes
         self._number += 1
-        if prompt.contract is not None:
-            self.contracts[tag, name] = prompt.contract
+        if prompt.pin is not None:
+            self.pins[tag, name] = prompt.pin
         self.changed((tag, name))
 
     def _forget_oldest(self) -> bool:
-        """Of the namespace that has most. False: all are under contract."""
+        """Forget the oldest session of the namespace with most. False: all are pinned."""
         for tag in sorted(self._held, key=self._held.__getitem__, reverse=True):
             names = self._known[tag]
-            oldest = next((name for name, one in names.items() if one.contract is None), None)
+            oldest = next((name for name, one in names.items() if one.pin is None), None)
             if oldest is not None:
                 self.forget(tag, oldest)
                 self._forgotten += 1
@@ -183,68 +176,62 @@ class Sessions:
         return False
 
     def forget_older(self, told_s: float) -> None:
-        """Forget sessions that were not told of since, but for those under contract."""
+        """Forget sessions that were not named since `told_s`, except pinned ones."""
         for tag, names in list(self._known.items()):
             old = itertools.takewhile(lambda one: one[1].told_s < told_s, list(names.items()))
-            for name in [name for name, prompt in old if prompt.contract is None]:
+            for name in [name for name, prompt in old if prompt.pin is None]:
                 self.forget(tag, name)
 
-    def agree(self, tag: bytes, name: str, contract: Pin) -> None:
-        """A session is under a contract from now on, in the place of the one it had."""
-        self.withdraw(tag, name)
+    def set_pin(self, tag: bytes, name: str, pin: Pin) -> None:
+        """A session is under a pin from now on, in the place of the one it had."""
+        self.clear_pin(tag, name)
         prompt = self.find(tag, name)
         if prompt is not None:
-            self._known[tag][name] = replace(prompt, contract=contract)
-            self.contracts[tag, name] = contract
-            self.bind(tag, contract)
+            self._known[tag][name] = replace(prompt, pin=pin)
+            self.pins[tag, name] = pin
+            self.bind(tag, pin)
             self.changed((tag, name))
 
-    def bind(self, tag: bytes, contract: Pin) -> None:
-        """Put blocks under a contract as far as the index has them and it does not hold them."""
-        rows = self._catalog.table.find_many(unpacked(tag, contract.packed))
-        found = (rows != NONE) & ~contract.held
-        self.promises.add(np.unique(rows[found]))
-        contract.held |= found
+    def bind(self, tag: bytes, pin: Pin) -> None:
+        """Put blocks under a pin as far as the index has them and it does not hold them."""
+        rows = self._catalog.table.find_many(unpacked(tag, pin.packed))
+        found = (rows != NONE) & ~pin.held
+        self.pinned.add(np.unique(rows[found]))
+        pin.held |= found
 
     def bind_all(self) -> None:
-        """Put the blocks of all contracts under them anew: rows were freed and taken since."""
-        self.promises.clear()
-        for (tag, _), contract in self.contracts.items():
-            contract.held[:] = False
-            self.bind(tag, contract)
+        """Put the blocks of all pins under them anew: rows were freed and taken since."""
+        self.pinned.clear()
+        for (tag, _), pin in self.pins.items():
+            pin.held[:] = False
+            self.bind(tag, pin)
 
-    def end_contract(self, tag: bytes, name: str) -> bool:
-        """A session is under no contract any more. False: it was under none."""
-        contract = self.withdraw(tag, name)
-        self.contracts_ended += contract is not None
-        return contract is not None
+    def end_pin(self, tag: bytes, name: str) -> bool:
+        """A session is under no pin any more. False: it was under none."""
+        pin = self.clear_pin(tag, name)
+        self.pins_ended += pin is not None
+        return pin is not None
 
-    def withdraw(self, tag: bytes, name: str) -> Pin | None:
-        """A session has no contract, as if it never had had that one. None: it had none."""
-        contract = self.contracts.pop((tag, name), None)
-        if contract is None:
+    def clear_pin(self, tag: bytes, name: str) -> Pin | None:
+        """A session has no pin, as if it never had had that one. None: it had none."""
+        pin = self.pins.pop((tag, name), None)
+        if pin is None:
             return None
-        rows = self._catalog.table.find_many(unpacked(tag, contract.packed))
-        self.promises.take_off(np.unique(rows[(rows != NONE) & contract.held]))
+        rows = self._catalog.table.find_many(unpacked(tag, pin.packed))
+        self.pinned.take_off(np.unique(rows[(rows != NONE) & pin.held]))
         prompt = self.find(tag, name)
         if prompt is not None:
-            self._known[tag][name] = replace(prompt, contract=None)
+            self._known[tag][name] = replace(prompt, pin=None)
         self.changed((tag, name))
-        return contract
+        return pin
 
     def find(self, tag: bytes, name: str) -> Prompt | None:
         names = self._known.get(tag)
         return names.get(name) if names is not None else None
 
-    def recall(self, tags: Sequence[bytes], name: str) -> tuple[list[list[BlockKey]], SessionState]:
-        """The prompts of a session, one of each namespace that has it, and its state."""
-        found = [(tag, prompt) for tag in tags if (prompt := self.find(tag, name)) is not None]
-        state = max((prompt.state for _, prompt in found), default=SessionState.NONE)
-        return [prompt.keys(tag) for tag, prompt in found], state
-
     def forget(self, tag: bytes, name: str) -> None:
         """Know a session no more. Nothing happens if it is not known."""
-        self.end_contract(tag, name)
+        self.end_pin(tag, name)
         if self._take_out(tag, name) is not None:
             self.changed((tag, name))
 
@@ -274,7 +261,7 @@ class Sessions:
             if prompt is None:
                 return 0
             words = prompt.words(tag)
-        if state is SessionState.CLOSED and (tag, name) not in self.contracts:
+        if state is SessionState.CLOSED and (tag, name) not in self.pins:
             self.forget(tag, name)
         else:
             self.remember(tag, name, words, state, start)
@@ -289,14 +276,13 @@ class Sessions:
             "remembered": self._number,
             "bytes": total,
             "forgotten": self._forgotten,
-            "contracts": len(self.contracts),
-            "contracts_ended": self.contracts_ended,
-            "promised_blocks": self.promises.total,
+            "pins": len(self.pins),
+            "pins_ended": self.pins_ended,
         }
 
     def known(self, order: str, limit: int) -> list[tuple[bytes, str, Prompt]]:
         """The first of an order, with the tags of their namespaces; the lock is not held for more
-        than some thousands. `busy` is of those told of last.
+        than some thousands. `busy` lists those named last.
         """
         limit = _LOOKED_AT if order == "busy" else min(limit, _LOOKED_AT)
         found: list[tuple[bytes, str, Prompt]] = []
@@ -311,7 +297,7 @@ class Sessions:
         return [(tag, name, one) for tag, some in self._known.items() for name, one in some.items()]
 
     def bytes_of(self, tag: bytes, prompt: Prompt) -> dict[str, int]:
-        """What the blocks of a prompt take in each tier."""
+        """Bytes of a prompt's blocks in each tier."""
         catalog = self._catalog
         rows = np.array(self._resident(prompt.words(tag)), np.int64)
         sizes, where = catalog.nbytes.array[rows].astype(np.int64), catalog.residency.array[rows]
@@ -323,7 +309,7 @@ class Sessions:
         return [tag for tag, names in self._known.items() if name in names]
 
     def tiers_of(self, tag: bytes, prompt: Prompt) -> dict[str, int]:
-        """How many blocks of a prompt each tier is the fastest to have."""
+        """Number of a prompt's blocks for which each tier is the fastest copy."""
         rows = self._resident(prompt.words(tag))
         return dict(Counter(self._catalog.fastest(rows)))
 

@@ -1,4 +1,4 @@
-"""Which blocks enter the fastest lower tier: as its drives' wear and its thrashing allow.
+"""Admission to the fastest lower tier, by its drives' wear and its thrashing.
 
 Does next to nothing where drives have no budget of writes, no tier is written selectively and there
 is one lower tier only. Guarded by the store's lock.
@@ -27,7 +27,9 @@ _COUNT_MAX: Final = 255
 
 
 class Admission:
-    """Asked before a block is queued for the fastest lower tier; told what is read and leaves."""
+    """Decides whether a block is queued for the fastest lower tier; learns from reads and
+    evictions.
+    """
 
     def __init__(self, catalog: Catalog, lower_tiers: Sequence[LowerTier], events: Events) -> None:
         self._catalog = catalog
@@ -37,7 +39,7 @@ class Admission:
         self._thrash = ThrashDetector() if len(lower_tiers) > 1 else None
         self._history: ReuseHistory | None = None
         self.learns = False
-        """Whether it has to be told of blocks that are made, asked for and read."""
+        """True if it needs calls for blocks that are made, asked for and read."""
 
     def modes_changed(self) -> None:
         selective = any(lower.mode is WriteMode.SELECTIVE for lower in self._lower_tiers)
@@ -46,7 +48,7 @@ class Admission:
 
     @property
     def thrashing(self) -> bool:
-        """Whether what is promoted to the fastest lower tier only pushes out what would be hit."""
+        """True if promotions to the fastest lower tier only push out blocks that would be hit."""
         return self._thrash is not None and self._thrash.thrashing
 
     def made(self, row: int) -> bool:
@@ -82,14 +84,14 @@ class Admission:
             self._thrash.left(self._catalog.table.digest(row), lower.copies.count)
 
     def promotes(self, row: int, sample: int) -> bool:
-        """Whether a block that was read may be promoted. `sample`: a byte of its prompt's own."""
+        """True if a block that was read may be promoted. `sample`: one byte of its prompt's key."""
         if self._thrash is None or self._thrash.promotes(sample):
             return True
         self._events.count("held_below", self._lower_tiers[0].copies.absent(row))
         return False
 
     def sift(self, row: int, numbers: list[int]) -> list[int]:
-        """Of the lower tiers that a block should be written to, those that it may be.
+        """Return those of the wanted lower tiers that a block may be written to.
 
         Where it is not worth the wear of the fastest, it goes to the next one, if there is one.
         """
@@ -107,14 +109,14 @@ class Admission:
         return first.copies.absent(row) and row not in first.queue.tickets
 
     def _learned(self) -> "ReuseHistory | None":
-        """What is known of blocks, where it is used."""
+        """The history of blocks, where it is used."""
         if self._wants_history and self._history is None:
             capacity_bytes = self._lower_tiers[0].volumes.capacity_bytes
             self._history = ReuseHistory(self._catalog, capacity_bytes)
         return self._history if self._wants_history else None
 
     def _fill_after(self, row: int) -> float:
-        """How full the buckets of writes are, when what waits and this block have been written."""
+        """Return how full the buckets of writes are after the queue and this block are written."""
         first = self._lower_tiers[0]
         budget = first.volumes.budget()
         if budget is None or not budget.bucket_bytes:
@@ -130,12 +132,12 @@ class ReuseHistory:
         self._catalog = catalog
         self._chance = ReuseChance(capacity_bytes)
         self._turns = catalog.table.column(np.uint8, 0)
-        """How many times the session of a block had come back when the block was made."""
+        """Turns of the session when each block was made."""
         self._uses = catalog.table.column(np.uint8, 0)
         self._kind = catalog.table.column(np.uint8, 0)
 
     def chance(self, row: int) -> float:
-        """How likely the block is asked for again while the tier would keep it."""
+        """Return the probability that the block is asked for again while the tier would keep it."""
         return self._chance.chance(self._kind.view[row])
 
     def made(self, row: int) -> None:

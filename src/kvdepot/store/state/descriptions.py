@@ -1,4 +1,4 @@
-"""What the tags of namespaces stand for, as the tiers have it written down.
+"""Descriptions of namespaces by tag, as they are written on the tiers.
 
 A description is on a tier while there are blocks of its namespace, or a handle: a program that has
 registered it. Without blocks it may make room for others; it is written again when blocks are.
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 DESCRIPTION_BYTES_MAX: Final = 16 << 10
 _SHARE: Final = 128
-"""All descriptions take one part in so many of a drive, and `_BYTES_MIN` at least."""
+"""All descriptions take at most 1/128 of a drive, but may take `_BYTES_MIN`."""
 _BYTES_MIN: Final = 16 << 10
 _ENTRY_BYTES: Final = 64
-"""That an entry takes beside its text."""
+"""Bytes of an entry without its text."""
 
 
 class Descriptions:
@@ -35,7 +35,7 @@ class Descriptions:
         self.missing: set[bytes] = set()
         """Tags with a handle whose description is not on every tier."""
         self._kept: dict[bytes, bytes] = {}
-        """What this node's volumes have, by tag."""
+        """Descriptions on this node's volumes, by tag."""
         self._kept |= state.volumes.metadata.values(MetaKind.NAMESPACE)
         self._bytes = sum(map(_size, self._kept.values()))
 
@@ -72,7 +72,7 @@ class Descriptions:
         return gone
 
     def of(self, tag: bytes) -> bytes:
-        """What is known of a tag: from a program that has registered it, or from the tiers."""
+        """Return the description of a tag, from a program that registered it or from the tiers."""
         with self._state.lock:
             _, description = self._handles.get(tag, (0, self._kept.get(tag, b"")))
         return description or self._remote().get(tag, b"")
@@ -84,7 +84,7 @@ class Descriptions:
             return found | self._kept | {tag: text for tag, (_, text) in self._handles.items()}
 
     def facts(self, tag: bytes) -> dict[str, Any]:
-        """What a namespace's description says; empty where none is known."""
+        """Return the fields of a namespace's description; empty if none is known."""
         try:
             return parse_object(self.of(tag))
         except ValueError:
@@ -110,7 +110,7 @@ class Descriptions:
                     self.missing.update({tag} & self._handles.keys())
 
     def _remote(self) -> dict[bytes, bytes]:
-        """What other nodes have written to volumes that are shared with them."""
+        """Descriptions that other nodes wrote to shared volumes."""
         return self._state.volumes.metadata.remote_values(MetaKind.NAMESPACE)
 
     def _is_shared(self) -> bool:

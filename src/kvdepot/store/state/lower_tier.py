@@ -61,11 +61,11 @@ class TierVolumes:
         self.is_durable = False
         """A pin may rest on them: volumes of this node, that are synced."""
         self.contiguous_bytes = 0
-        """How much of one prompt should lie in one piece; 0 where that does not matter."""
+        """Bytes of one prompt that should lie in one piece; 0 where that does not matter."""
         self.writers = 1
-        """How many appends to one volume are of use side by side."""
+        """Number of useful parallel appends to one volume."""
         self.wave_bytes = _WAVE_BYTES
-        """How much is read from a volume in one go."""
+        """Bytes read from a volume in one wave."""
         self.learn_facts()
         self.shares = VolumeShares(self)
 
@@ -81,12 +81,12 @@ class TierVolumes:
         return self._all.entries[number].volume
 
     def is_up(self, location: int) -> bool:
-        """Whether the volume of this location works, as far as is known."""
+        """True unless the volume of this location is known to be down."""
         return self._all.is_up(location)
 
     @property
     def are_up(self) -> bool:
-        """Whether all of them work, as far as is known."""
+        """True unless one of them is known to be down."""
         down = self._all.down
         return not down or not any(entry.number in down for entry in self.entries)
 
@@ -104,7 +104,7 @@ class TierVolumes:
         return [self._all.describe(entry) for entry in every]
 
     def budget(self) -> WriteBudget | None:
-        """How much may still be written to all of them; None: there is no limit."""
+        """The write budget of all of them together; None if there is no limit."""
         limited = [facts for _, facts in self.all_facts() if facts.budget is not None]
         if not limited:
             return None
@@ -120,7 +120,7 @@ class TierVolumes:
         return all(done)
 
     def learn_facts(self) -> None:
-        """Know what they have in common, as far as they are there."""
+        """Read the facts that the volumes have in common, from those that are up."""
         for _, facts in self.all_facts():
             self.is_remote |= facts.is_remote
             self.is_durable |= facts.is_durable
@@ -132,7 +132,7 @@ class TierVolumes:
 
 
 class VolumeShares:
-    """Which volume of a tier gets the next run, by measured speed and by what waits for each."""
+    """Chooses the volume of a tier for the next run, by measured speed and queued bytes."""
 
     def __init__(self, volumes: TierVolumes) -> None:
         self._volumes = volumes
@@ -140,7 +140,7 @@ class VolumeShares:
         self._writing: Counter[int] = Counter()
         """Bytes under way to each volume."""
         self.taken_s = 0.0
-        """When a volume last took a run."""
+        """Time at which a volume last took a run."""
 
     def next(self) -> int | None:
         """The volume that gets the next run; None where none takes blocks."""
@@ -157,11 +157,11 @@ class VolumeShares:
         self._writing[volume] -= nbytes
 
     def part(self, volume: int) -> float:
-        """Of what waits for the tier, how much falls to this volume."""
+        """Return this volume's share of the tier's queue."""
         return self._shares.part(volume, self._loads())
 
     def are_uneven(self) -> bool:
-        """Whether some volumes are known to be faster than others."""
+        """True if some volumes are known to be faster than others."""
         return are_uneven(self._loads(), _UNEVEN)
 
     def _loads(self) -> list[DriveLoad]:
@@ -183,7 +183,8 @@ class WriteQueue:
         """Records that wait or are being written."""
         self.dirty_since_s = 0.0
         self.deferred: OrderedDict[int, None] = OrderedDict()
-        """Rows beyond what may wait: written when there is room, unless they are evicted before."""
+        """Rows above the dirty limit: written when there is room, unless they are evicted before.
+        """
         self.tickets: dict[int, int] = {}
         """Rows waiting or being written, oldest first, with the number of their arrival."""
         self.failed_on: dict[int, set[int]] = {}
@@ -217,7 +218,7 @@ class WriteQueue:
         return next(iter(self.tickets.values()), None)
 
     def oldest_age_s(self, now_s: float) -> float:
-        """How long the oldest block has been waiting, to about a second."""
+        """Return the waiting time of the oldest block, to about a second."""
         oldest, arrivals = self.oldest_ticket(), self._arrivals
         if oldest is None:
             return 0.0
@@ -258,21 +259,21 @@ class LowerTier:
         """Appends to each volume whose records are not all in the index yet."""
         self.moving: Counter[int] = Counter()
         """Rows whose record is being copied to this tier or within it."""
-        self.promises = PinnedRows(catalog.table)
-        """Blocks under contract: of the whole store, see `share`."""
+        self.pinned = PinnedRows(catalog.table)
+        """Pinned blocks of the whole store, see `share`."""
         self._others: list[LowerTier] = []
         self._hits_before = catalog.table.column(np.uint16, 0)
-        """How often each block had been asked for when it was written here."""
+        """Number of requests for each block before it was written here."""
 
-    def share(self, promises: PinnedRows, tiers: Iterable["LowerTier"]) -> None:
-        """Know what is under contract, and the other lower tiers of the store."""
-        self.promises = promises
+    def share(self, pinned: PinnedRows, tiers: Iterable["LowerTier"]) -> None:
+        """Know what is pinned, and the other lower tiers of the store."""
+        self.pinned = pinned
         self._others = [lower for lower in tiers if lower is not self]
 
     def bound(self, rows: Rows) -> Bools:
-        """Which rows a contract binds to this tier: no other durable one has them."""
-        found: Bools = self.promises.contracts.array[rows] > 0
-        if not self.promises.total or not found.any():
+        """True for rows that a pin binds to this tier: no other durable tier has them."""
+        found: Bools = self.pinned.pins.array[rows] > 0
+        if not self.pinned.total or not found.any():
             return np.zeros(len(rows), dtype=bool)
         for other in self._others:
             if other.volumes.is_durable and other.volumes.are_up:
@@ -281,25 +282,25 @@ class LowerTier:
 
     def is_bound(self, row: int) -> bool:
         """`bound` for one row."""
-        if not self.promises.total or not self.promises.contracts.view[row]:
+        if not self.pinned.total or not self.pinned.pins.view[row]:
             return False
         return bool(self.bound(np.array([row], np.int64))[0])
 
     def usable(self, row: int) -> bool:
-        """Whether there is a copy here on a volume that is up."""
+        """True if there is a copy here on a volume that is up."""
         return self.copies.ready(row) and self.volumes.is_up(self.copies.location[row])
 
     def place(self, row: int) -> int:
-        """Where the block's copy in this tier lies; NONE if there is none that is ready."""
+        """Return the location of the block's copy in this tier; NONE if none is ready."""
         return self.copies.location[row] if self.copies.ready(row) else NONE
 
     def place_on(self, row: int, volume: int) -> int:
-        """Where on this volume the block's copy lies, or NONE."""
+        """Return the location of the block's copy on this volume, or NONE."""
         place = self.place(row)
         return place if volume_of(place) == volume else NONE
 
     def place_in(self, row: int, volume: int, segment: int) -> int:
-        """Where in this segment the block's copy lies, or NONE."""
+        """Return the location of the block's copy in this segment, or NONE."""
         place = self.place(row)
         return place if place >> SEGMENT_SHIFT == volume << SEGMENT_SHIFT | segment else NONE
 
@@ -387,13 +388,13 @@ class LowerTier:
         return {segment for segment, count in counted if count > len(self.live(number, segment))}
 
     def hits(self, rows: Rows) -> Rows:
-        """How often each block was asked for since it was written here."""
+        """Return the number of requests for each block since it was written here."""
         total = self.catalog.tree.hits.array[rows].astype(np.int64)
         hits: Rows = np.where(total == HITS_MAX, 1, total - self._hits_before.array[rows])
         return hits
 
     def reset_hits(self, row: int) -> None:
-        """What brought the block here says nothing of how often it will be read from here."""
+        """Start the count of requests anew: earlier ones were served by other tiers."""
         self._hits_before.view[row] = self.catalog.tree.hits.view[row]
 
     def end_moving(self, rows: Iterable[int]) -> None:
@@ -470,6 +471,6 @@ class ForegroundReads:
             self._last_s = self._clock.now()
 
     def busy_since(self, moment_s: float) -> bool:
-        """Whether a caller has waited for a read since then."""
+        """True if a caller has waited for a read since then."""
         with self._lock:
             return self._reading > 0 or self._last_s >= moment_s

@@ -1,12 +1,13 @@
-"""What the parts of a store share, guarded by one lock.
+"""The state that the parts of a store share, guarded by one lock.
 
 The lock is held for bookkeeping only, never over I/O or copies of blocks. Functions that need it
 begin with `assert state.held()`. Each condition below is for one kind of waiter; all use the lock.
 """
 
+import _thread
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -15,6 +16,8 @@ from kvdepot.config.settings import Config
 from kvdepot.core.block import CopyState
 from kvdepot.core.clock import Clock, StampClock
 from kvdepot.core.depot import DURABILITY, Durability
+from kvdepot.core.keys import Keys
+from kvdepot.core.requests import Array
 from kvdepot.core.volume import VOLUME_SHIFT
 from kvdepot.errors import StoreClosedError
 from kvdepot.index.catalog import Catalog
@@ -60,33 +63,23 @@ class StoreMemory:
     return_times: ReturnTimes
 
 
-class StoreLock:
-    """The lock of a store, and what threads wait for with it. Use as a context manager."""
+class StoreLock(_thread.RLock):  # type: ignore[misc]
+    """The lock of a store, re-entrant, and what threads wait for with it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self.held: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
-        """Whether this thread has the lock."""
-        self.work = threading.Condition(self._lock)
+        super().__init__()
+        self.held: Callable[[], bool] = self._is_owned  # type: ignore[attr-defined]
+        """True if this thread has the lock."""
+        self.work = threading.Condition(self)
         """There is something to write, or the store closes."""
-        self.room = threading.Condition(self._lock)
+        self.room = threading.Condition(self)
         """Memory or a lease became free: puts, reads and reclaims that wait for room look again."""
-        self.written = threading.Condition(self._lock)
+        self.written = threading.Condition(self)
         """Blocks were written or given up: flush, removals and drains look again."""
-        self.arrived = threading.Condition(self._lock)
+        self.arrived = threading.Condition(self)
         """Blocks came to memory: reads that wait for the same blocks look again."""
-        self.idle = threading.Condition(self._lock)
+        self.idle = threading.Condition(self)
         """A call or a late read ended: close looks again."""
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def acquire(self, timeout_s: float) -> bool:
-        """Take the lock, for good: for a process that ends with it."""
-        return self._lock.acquire(timeout=timeout_s)
 
     def wake_all(self) -> None:
         """Wake every thread that waits."""
@@ -124,10 +117,10 @@ class StoreState:
         )
         self.events = Events()
         self.lock = StoreLock()
+        self.using = StoreCall(self)
+        """The scope of a call that works on the store's memory: close waits for it."""
         self.closing = threading.Event()
         """Set once, with the lock held, when the store closes."""
-        self.calls = 0
-        """Calls that use the store's memory now: close waits for them."""
         self.leased = 0
         """Blocks that callers hold a lease on."""
         self.descriptions = Descriptions(self)
@@ -140,10 +133,6 @@ class StoreState:
     def request_refresh(self) -> None:
         """Have the volumes that other stores write to looked at soon. Does not block."""
         self.volumes.look()
-
-    def using(self) -> "StoreCall":
-        """A call that works on the store's memory: close waits for it."""
-        return StoreCall(self)
 
     def lease(self, rows: list[int]) -> None:
         """Protect rows for a caller, until `release`."""
@@ -185,7 +174,7 @@ class StoreState:
         return next((memory for memory in self.memory_tiers if memory.copies.ready(row)), None)
 
     def locations(self, rows: Rows) -> Rows:
-        """Where to read each row that is on a volume: on the fastest tier whose volume is up, else
+        """Locations to read rows from: on the fastest tier whose volume is up, else
         on the fastest; NONE for the others.
         """
         assert self.lock.held()
@@ -198,6 +187,15 @@ class StoreState:
                 if not may_be_down:
                     ready &= ~np.isin(places >> VOLUME_SHIFT, down)
                 found[ready] = places[ready]
+        return found
+
+    def addresses(self, rows: Rows) -> Rows:
+        """Addresses of records in the fastest memory that has them; 0 if none has."""
+        assert self.lock.held()
+        found = np.zeros(len(rows), np.int64)
+        for memory in reversed(self.memory_tiers):
+            here = (rows != NONE) & (memory.copies.state.array[rows] == int(CopyState.READY))
+            found = np.where(here, memory.address + memory.copies.location.array[rows], found)
         return found
 
     def tier_of(self, volume: int) -> LowerTier:
@@ -246,20 +244,23 @@ class StoreState:
 
 
 class StoreCall:
-    """Counts active calls. `close` waits until there are none."""
+    """Counts active calls; `close` waits until there are none. All calls share one."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
+        self.active = 0
 
     def __enter__(self) -> None:
-        with self._state.lock:
-            self._state.check_open()
-            self._state.calls += 1
+        state = self._state
+        with state.lock:
+            if state.closing.is_set():
+                raise StoreClosedError("the store is closed")
+            self.active += 1
 
     def __exit__(self, *_: object) -> None:
         state = self._state
         with state.lock:
-            state.calls -= 1
+            self.active -= 1
             if state.closing.is_set():
                 state.lock.idle.notify_all()
 
@@ -279,7 +280,7 @@ class PendingWrites:
 
     @property
     def dirty_bytes(self) -> int:
-        """What waits to be written."""
+        """Bytes that wait to be written."""
         total = 0
         for lower in self._lower_tiers:
             total += lower.queue.dirty_bytes
@@ -287,17 +288,17 @@ class PendingWrites:
 
     @property
     def dirty_limit_bytes(self) -> int:
-        """How much of memory may wait to be written."""
+        """The most bytes of memory that may wait to be written."""
         config = self._state.config
         return max(1, int(config.dram.capacity * config.writeback.dirty_limit))
 
     @property
     def writes_back(self) -> bool:
-        """Whether blocks are written to a lower tier; else they stay in memory."""
+        """True if blocks are written to a lower tier; else they stay in memory."""
         return any(lower.queue.writers for lower in self._lower_tiers)
 
     def are_moving(self, rows: Iterable[int]) -> bool:
-        """Whether one of the rows waits to be written, or is being copied, to any lower tier."""
+        """True if one of the rows waits to be written, or is being copied, to a lower tier."""
         tiers = self._lower_tiers
         return any(
             row in lower.queue.tickets or row in lower.moving for row in rows for lower in tiers
@@ -328,7 +329,7 @@ class PendingWrites:
         return first if waits else None
 
     def queue_deferred(self, lower: LowerTier, limit_bytes: int) -> None:
-        """What was deferred waits to be written now, until so much does: first what was asked for
+        """Queue deferred rows until `limit_bytes` wait to be written: first those asked for
         since, then the oldest.
         """
         assert self._state.lock.held()
@@ -369,7 +370,7 @@ class PendingWrites:
         self._state.lock.work.notify_all()
 
     def promotes_from(self, source: LowerTier) -> bool:
-        """Whether blocks read from `source` may go to a lower tier above it, as things are."""
+        """True if blocks read from `source` may now go to a lower tier above it."""
         return bool(self._above[source])
 
     def promote(self, row: int, source: LowerTier, sample: int) -> None:
@@ -387,7 +388,7 @@ class PendingWrites:
             self._state.lock.work.notify_all()
 
     def is_dirty(self, row: int) -> bool:
-        """Whether a block waits to be written to any lower tier."""
+        """True if a block waits to be written to any lower tier."""
         return any(row in lower.queue.tickets for lower in self._lower_tiers)
 
     def _queue(self, row: int, lower: LowerTier) -> None:
@@ -432,3 +433,33 @@ class PendingWrites:
         catalog = self._catalog
         if catalog.is_deleted(row) and not catalog.leases(row) and not self.is_dirty(row):
             self._state.drop_everywhere(row)
+
+
+@dataclass(slots=True)
+class BlockLease:
+    """Blocks that stay in the tiers where they are until `release`."""
+
+    state: StoreState
+    rows: list[int] = field(default_factory=list)
+    words: Keys = field(default_factory=lambda: np.empty((0, 4), np.uint64))
+    """Their keys, if the lease was asked for by key."""
+
+    def protect(self, rows: list[int]) -> None:
+        """Protect more blocks."""
+        with self.state.lock:
+            self.state.lease(rows)
+        self.rows += rows
+
+    def places(self) -> tuple[Array, Array]:
+        """Address of each block's record in memory, 0 if it is on a drive only; and the length of
+        its payload.
+        """
+        state, rows = self.state, np.asarray(self.rows, np.int64)
+        with state.lock:
+            state.check_open()
+            return state.addresses(rows), state.catalog.nbytes.array[rows]
+
+    def release(self) -> None:
+        """End the protection. A second call does nothing."""
+        rows, self.rows = self.rows, []
+        self.state.release(rows)

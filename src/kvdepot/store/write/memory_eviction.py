@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvdepot.core.block import CopyState
-from kvdepot.core.keys import Keys
-from kvdepot.format.record import KEY_WORD, record_bytes
+from kvdepot.format.record import record_bytes
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.leaves import LeafOrder
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.memory.arena import UNOWNED, Arena, Slab
-from kvdepot.native.memory import view_at
 from kvdepot.policy.placing.reclaim import FREE, HELD, coldest_stretch
 
 if TYPE_CHECKING:
@@ -41,11 +39,11 @@ class ArenaTier:
     copies: Copies
     leaves: LeafOrder
     spare_bytes: int = 0
-    """How much move/memory_levels.py keeps free, where there is a slower memory tier; else 0."""
+    """Bytes that move/memory_levels.py keeps free, where there is a slower memory tier; else 0."""
     overruns: int = 0
-    """How often nothing was free, and a block had to leave at once."""
+    """Number of times that nothing was free, and a block had to leave at once."""
     full_s: float = -inf
-    """When a block last found no room."""
+    """Time at which a block last found no room."""
     short: dict[int, None] = field(default_factory=dict)
     """Slot sizes of which little is left."""
     hits: deque[int] = field(default_factory=lambda: deque(maxlen=_HITS_MAX))
@@ -54,30 +52,17 @@ class ArenaTier:
     """Set when there is something to move between the memory tiers."""
     name: str = field(init=False)
     address: int = field(init=False)
-    """Where the arena begins."""
+    """Address of the arena."""
 
     def __post_init__(self) -> None:
         self.name = self.copies.tier
         self.address = self.arena.address
 
-    def addresses(self, rows: Rows) -> Rows:
-        """Addresses of records that are here, 0 for those that are not."""
-        here = (rows != NONE) & (self.copies.state.array[rows] == int(CopyState.READY))
-        found: Rows = np.where(here, self.address + self.copies.location.array[rows], 0)
-        return found
-
     def holds(self, addresses: Rows) -> Bools:
-        """Which addresses are in this memory."""
+        """True for addresses in this memory."""
         end = self.address + self.arena.memory.nbytes
         here: Bools = (addresses >= self.address) & (addresses < end)
         return here
-
-    def keys_at(self, addresses: Rows) -> Keys:
-        """The keys in the heads of records in this memory."""
-        words: Keys = view_at(self.address, self.arena.memory.nbytes).view(np.uint64)
-        first = (addresses - self.address) // 8 + KEY_WORD
-        keys: Keys = words[first[:, None] + np.arange(4)]
-        return keys
 
     def image(self, row: int) -> memoryview:
         """The record of a block that is here."""
@@ -115,7 +100,7 @@ class ArenaTier:
         self.hits.extend(rows)
 
     def spare(self, nbytes: int) -> int:
-        """How much is to be free for blocks of this size: two of them, at the least."""
+        """Return the bytes to keep free for blocks of this size: two blocks at least."""
         return max(self.spare_bytes, 2 * nbytes)
 
     def note_allocation(self, nbytes: int, *, full: bool) -> None:
@@ -149,9 +134,9 @@ class SlotAllocator:
     def allocate(
         self, nbytes: int, owner: int, *, ahead: int = 0, may_wait: bool = False
     ) -> int | None:
-        """A slot of memory for `owner`, evicting if need be. None: everything is in use.
+        """Return a slot of memory for `owner`, evicting if needed. None: everything is in use.
 
-        `ahead`: so many more will be asked for, and what leaves together makes room for them too.
+        `ahead`: number of further requests, for which blocks that leave together make room too.
         `may_wait`: None also where move/memory_levels.py is about to free some without a loss.
         """
         owners = [owner] + [UNOWNED] * ahead if ahead else [owner]
@@ -275,7 +260,7 @@ class SlotAllocator:
         return newest
 
     def _slab_stamp(self, slab: Slab, newest: dict[int, int]) -> int:
-        """How hot a slab is: as its hottest block; a slot that is being filled holds it."""
+        """Return the stamp of a slab's hottest block; HELD while a slot is being filled."""
         owners = [row for row in slab.owners if row != UNOWNED]
         return max((newest.get(row, HELD) for row in owners), default=FREE)
 

@@ -8,8 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from kvdepot.core.block import BlockKey, PutResult
-from kvdepot.format.copy_ops import checksum_slot, fill_op, transfers
+from kvdepot.core.requests import BLOCK_DTYPE
+from kvdepot.format.copy_ops import checksum_slot, copy_in
 from kvdepot.format.record import (
     HEAD_BYTES,
     Kind,
@@ -48,7 +51,7 @@ class NewBlock:
     tokens: bytes | memoryview = b""
     """Its token ids, little-endian u32; empty where they are not known."""
     producer: int = 0
-    """What computed it; 0: not known."""
+    """Number of the software that computed it; 0 if unknown."""
 
 
 def _leased(wave: Sequence[NewBlock]) -> list[int]:
@@ -108,8 +111,8 @@ class Putter:
         return results + left
 
     def admit(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
-        """`reserve` without an answer for offers after the first that does not fit beside those
-        before it: these were not tried.
+        """`reserve` without an answer for offers after the first that does not fit together with
+        those before it: these were not tried.
         """
         state = self._state
         began_s = state.clock.now()
@@ -211,7 +214,7 @@ class Putter:
             offer.before = NONE
 
     def _take_anyway(self, offer: NewBlock, room: int, over: int, ahead: int) -> PutResult:
-        """Time is up: what is beyond `room` is taken up to `over`, and written later.
+        """After the deadline: take the offer up to `over` bytes above `room`; it is written later.
 
         Which blocks leave memory before they are written is up to eviction: cold ones, and tails
         before heads.
@@ -222,7 +225,7 @@ class Putter:
         return outcome
 
     def _dirty_room(self) -> int:
-        """How much more may wait to be written."""
+        """Return the bytes that may still be queued for writing."""
         writes = self._state.writes
         return writes.dirty_limit_bytes - writes.dirty_bytes if writes.writes_back else _NO_LIMIT
 
@@ -261,20 +264,18 @@ class Putter:
         return PutResult.STORED
 
     def _is_below(self, row: int) -> bool:
-        """Whether a block is in lower tiers only: what is offered belongs in memory again."""
+        """True if a block is in lower tiers only: an offered block then goes to memory again."""
         state = self._state
         here = any(not memory.copies.absent(row) for memory in state.memory_tiers)
         return not here and bool(state.catalog.residency.view[row])
 
     def _copy(self, wave: list[NewBlock]) -> None:
         """Copy and checksum, without the lock: a slot that is being filled is invisible."""
-        base = self._state.arena.address
-        transfers(
-            [
-                fill_op(base + offer.slot, offer.source, offer.payload_bytes, offer.chunk_bytes)
-                for offer in wave
-            ]
-        )
+        blocks = np.zeros(len(wave), BLOCK_DTYPE)
+        blocks["address"] = [offer.source for offer in wave]
+        blocks["payload_bytes"] = [offer.payload_bytes for offer in wave]
+        blocks["chunk_bytes"] = [offer.chunk_bytes for offer in wave]
+        copy_in(blocks, self._state.arena.address + np.array([offer.slot for offer in wave]))
 
     def _head(self, wave: list[NewBlock]) -> None:
         """Write the head of each record, and zeros after its payload."""

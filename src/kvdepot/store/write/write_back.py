@@ -1,7 +1,7 @@
 """Write-back: threads take dirty blocks from memory and append them to the volumes of a tier.
 
-A block that cannot be written is given up: it stays in memory as long as there is room, is counted,
-and `flush` tells. So a failed disk makes the store smaller, never slower or stuck.
+A block that cannot be written stays in memory as long as there is room, is counted,
+and is reported by `flush`. A failed disk makes the store smaller, never slower or stuck.
 """
 
 import threading
@@ -26,15 +26,15 @@ from kvdepot.store.state.state import StoreState
 _BLOCKS_MAX: Final = 512
 _THREADS_MAX: Final = 8
 _LINGER_S: Final = 0.5
-"""How long blocks wait for others of their prompt, where these should lie together."""
+"""Longest wait of blocks for others of their prompt, where these should lie together."""
 _YIELD_S: Final = 0.1
-"""How long a slower volume leaves blocks to a faster one."""
+"""Time for which a slower volume leaves blocks to a faster one."""
 _REST_S_MAX: Final = 0.25
 _PRESSED_S: Final = 1.0
-"""How long after memory was full with blocks that wait to be written these are not left to wait."""
+"""Time after memory was full of unwritten blocks during which blocks are written at once."""
 _PAUSE_S_MIN: Final = 0.001
 _PART_BYTES_MIN: Final = 1 << 20
-"""Of what waits, a volume takes its part only, so that a prompt lies on all of them; or this."""
+"""Least bytes that a volume takes; else its share, so that a prompt lies on all volumes."""
 _NO_LIMIT: Final = 1 << 62
 _DURABLE: Final = DURABILITY.index(Durability.DURABLE)
 _log = RateLimitedLog("kvdepot.store")
@@ -101,7 +101,7 @@ class WriteBack:
         self.add_threads()
 
     def add_threads(self) -> list[threading.Thread]:
-        """As many threads as the volumes can use; returns the new ones, which are not started."""
+        """Create the threads that the volumes can use; returns the new ones, not yet started."""
         wanted = min(_THREADS_MAX, self._a_volume * len(self._lower.volumes))
         new = [
             threading.Thread(
@@ -177,7 +177,7 @@ class WriteBack:
         return state.clock.now() < state.memory_tiers[0].full_s + _PRESSED_S
 
     def _is_flushed(self) -> bool:
-        """Whether a flush waits for what has waited longest, or nothing waits."""
+        """True if a flush waits for the oldest queued block, or nothing is queued."""
         return (self._lower.queue.oldest_ticket() or 0) <= self._lower.queue.flush_ticket
 
     def _choose_volume(self) -> tuple[int | None, float | None]:
@@ -215,7 +215,7 @@ class WriteBack:
         return min(free, key=self._busy.__getitem__), None
 
     def _linger_s(self) -> float:
-        """How long blocks should still wait: for reads, or for others of their prompt."""
+        """Return how long blocks should still wait for reads, or for others of their prompt."""
         lower, resting_s = self._lower, self._left_s(self._rests_until_s, 0.0)
         volumes = lower.volumes
         enough = lower.queue.dirty_bytes >= volumes.contiguous_bytes * (1 + len(volumes))
@@ -299,7 +299,7 @@ class Flusher:
         self._state = state
 
     def write_through(self, timeout_s: float) -> None:
-        """Where the first lower tier is written through, wait until it has what was put."""
+        """If the first lower tier is written through, wait until it has the blocks of the put."""
         state = self._state
         first = state.writes.written_through()
         if first is None:
@@ -372,7 +372,7 @@ class Flusher:
         return FlushReport(not unfinished, durable, +counts)
 
     def _durability(self, rows: Rows, unsynced: Mapping[LowerTier, Durability]) -> Rows:
-        """Places in DURABILITY, of rows as they are now; NONE for what the store does not have."""
+        """Return an index into DURABILITY for each row; NONE for blocks that the store lacks."""
         catalog = self._state.catalog
         residency = catalog.residency.array[rows]
         codes: Rows = catalog.unwritten.array[rows].astype(np.int64)

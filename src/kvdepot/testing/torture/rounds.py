@@ -323,7 +323,7 @@ class LastWords:
     def say(self) -> None:
         if self.store is None:
             self._ledger.write("unopened")
-        elif self.store.inspect().state.lock.acquire(10.0):
+        elif self.store.inspect().state.lock.acquire(timeout=10.0):
             tell_end(self._ledger, self.store)
 
     def end(self) -> None:
@@ -499,7 +499,7 @@ def _look_at_damage(world: World, ledger: Ledger, chance: random.Random) -> None
     work = StoreSession(world, store, ledger, chance, Trust())
     if chance.random() < 0.2:
         work.run(3)
-    store.check(deep=chance.random() < 0.2)
+    store.admin.check(deep=chance.random() < 0.2)
     work.close()
 
 
@@ -557,7 +557,7 @@ def judge_store(
     for number in sorted(present - read):
         if store.match([blocks[number].key]):
             ledger.fault("lost", f"block {number} is there and cannot be read")
-    for finding in store.check(deep=False).findings:
+    for finding in store.admin.check(deep=False).findings:
         ledger.fault("unclean", str(finding))
     quarantined = store.stats()["counters"]["quarantined"]
     if quarantined and world.mix.fsync != "never":
@@ -569,7 +569,7 @@ def judge_store(
 
 def judge_contracts(store: Store, ledger: Ledger, present: set[int]) -> None:
     """Every contract that a receipt was given for is known, and its blocks are there."""
-    known = {one["name"]: one["contract"] for one in store.sessions.known(limit=1000)}
+    known = {one["name"]: one["pin"] for one in store.sessions.list(limit=1000)}
     kept = {name: blocks for name, blocks in ledger.expected.kept.items() if blocks}
     for name, blocks in sorted(kept.items()):
         if known.get(name) is None:

@@ -160,7 +160,7 @@ class StoreSession:
             self._timed("release", 0.0, lease.release)
 
     def hint(self) -> None:
-        self.store.hint(keys_of(self._prompt()), 0.5)
+        self.store.prefetch(keys_of(self._prompt()), 0.5)
 
     def pin(self) -> None:
         """Put a prompt under contract. A refusal is fine; what has a receipt must stay."""
@@ -168,7 +168,7 @@ class StoreSession:
         self._put(blocks)
         name, numbers = f"prompt {blocks[0].prompt}", [block.number for block in blocks]
         self._ledger.write("pinning", numbers, session=name)
-        self.store.session(name, keys_of(blocks))
+        self.store.sessions.name(name, keys_of(blocks))
         limit_s = PIN_S + 4 * LIMIT_S
         receipt = self._timed("pin", limit_s, lambda: self.store.sessions.pin(name, for_s=86400))
         if receipt and self._trust.holds():
@@ -178,7 +178,7 @@ class StoreSession:
         if self._ledger.expected.kept:
             name = self._chance.choice(sorted(self._ledger.expected.kept))
             self._ledger.write("unpinning", session=name)
-            if any(one["name"] == name for one in self.store.sessions.known()):
+            if any(one["name"] == name for one in self.store.sessions.list()):
                 self._timed("unpin", 4 * LIMIT_S, lambda: self.store.sessions.unpin(name))
 
     def remove(self) -> None:
@@ -188,8 +188,8 @@ class StoreSession:
     def remove_namespace(self) -> None:
         number = self._chance.randrange(len(SPACES))
         blocks = [block for block in all_blocks() if block.space == number]
-        space = self.store.register(SPACES[number])
-        self._remove(blocks, lambda: self.store.remove_namespace(space))
+        space = self.store.namespace(SPACES[number])
+        self._remove(blocks, lambda: self.store.remove(namespace=space))
 
     def flush(self) -> None:
         """A flush tells once of blocks that left memory unwritten: they are not asked for again."""
@@ -238,7 +238,7 @@ class StoreSession:
         self._timed(
             "drain",
             4 * LIMIT_S,
-            lambda: self.store.drain_drive("ssd", world.ssd_path(number)),
+            lambda: self.store.volumes.drain("ssd", world.ssd_path(number)),
         )
         if self._trust.holds():
             world.ssds = [one for one in world.ssds if one != number]
@@ -250,7 +250,7 @@ class StoreSession:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         world.ssds = [*world.ssds, number]
         self._tell_drives()
-        self._timed("add", 4 * LIMIT_S, lambda: self.store.add_drive("ssd", path))
+        self._timed("add", 4 * LIMIT_S, lambda: self.store.volumes.add("ssd", path))
 
     def _resize(self, segments: int) -> None:
         """The next opening has the larger size: a drive may wait with shrinking for leases to end,
@@ -261,7 +261,7 @@ class StoreSession:
         world.ssd_segments = max(segments, world.ssd_segments)
         self._tell_drives(shrunk=shrunk)
         nbytes = segments * len(world.ssds) * SEGMENT_BYTES
-        self._timed("resize", 4 * LIMIT_S, lambda: self.store.resize("ssd", nbytes))
+        self._timed("resize", 4 * LIMIT_S, lambda: self.store.volumes.resize("ssd", nbytes))
 
     def _begin_change(self, work: Callable[[], None]) -> None:
         def change() -> None:

@@ -247,7 +247,7 @@ class World:
             files = Files(self.mix.engine, timeout_s=LIMIT_S)
         store = assemble(self.config(), mode=mode, files=files)
         for space in SPACES:
-            store.register(space)
+            store.namespace(space)
         return store
 
 

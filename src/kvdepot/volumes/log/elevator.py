@@ -10,7 +10,6 @@ import contextlib
 import errno
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -20,58 +19,47 @@ from kvdepot.core.volume import Ints, Priority
 from kvdepot.io.files import Files, Ops
 
 _ROUND_BYTES: Final = 256 << 20
-"""A round is no longer than this, however much waits."""
+"""The longest round, even if more reads wait."""
 _BATCH_BYTES: Final = 32 << 20
-"""Given to the drive at once; readers whose blocks are done go on meanwhile."""
+"""The drive gets this much at once. Readers whose blocks are done go on meanwhile."""
 _SLICE_S: Final = 60.0
 
 
-def _nothing() -> None:
-    pass
-
-
-@dataclass(slots=True, eq=False)
 class QueuedReads:
     """Reads of one caller. Implements io.files.Pending."""
 
-    ops: Ops
-    places: Ints
-    deadline_s: float
-    priority: Priority
-    memory: object = None
-    """In use until the reads have ended, beside what `ops` point to."""
-    at_end: Callable[[], None] = _nothing
-    """Called when the reads are answered, or given up in the queue."""
-    at_release: Callable[[], None] = _nothing
-    """Called when the I/O engine has let go of them, or never gets them."""
-    results: npt.NDArray[Any] = field(init=False)
-    left: int = field(init=False)
-    abandoned: bool = False
-    answered: threading.Event = field(default_factory=threading.Event)
-    released: threading.Event = field(default_factory=threading.Event)
-    """Nothing is written to the reads' memory any more."""
+    def __init__(self, ops: Ops, places: Ints, deadline_s: float, priority: Priority) -> None:
+        self.ops = ops
+        self.places = places
+        self.deadline_s = deadline_s
+        self.priority = priority
+        self.results: npt.NDArray[Any] = np.full(len(ops), -errno.ETIMEDOUT, np.int64)
+        self.nbytes = int(ops["nbytes"].sum())
+        self.left = len(ops)
+        self.abandoned = False
+        self.answered = threading.Event()
+        self.let_go = threading.Event()
+        """Nothing is written to the reads' memory any more."""
 
-    def __post_init__(self) -> None:
-        self.results = np.full(len(self.ops), -errno.ETIMEDOUT, np.int64)
-        self.left = len(self.ops)
+    def on_answer(self) -> None:
+        """The reads are answered, or given up in the queue."""
 
-    @property
-    def nbytes(self) -> int:
-        return int(self.ops["nbytes"].sum())
+    def on_release(self) -> None:
+        """The I/O engine has let go of the reads, or never gets them."""
 
     def wait(self, timeout_s: float) -> bool:
-        return self.released.wait(timeout_s)
+        return self.let_go.wait(timeout_s)
 
     def answer(self) -> None:
         try:
-            self.at_end()
+            self.on_answer()
         finally:
             self.answered.set()
 
     def release(self) -> None:
-        if not self.released.is_set():
-            self.released.set()
-            self.at_release()
+        if not self.let_go.is_set():
+            self.let_go.set()
+            self.on_release()
 
     def fail(self) -> None:
         """Answer with EIO what was not read."""
@@ -96,7 +84,7 @@ class Elevator:
         self._thread: threading.Thread | None = None
 
     def submit(self, reads: QueuedReads) -> None:
-        """Queue reads. They are answered some time, also after their deadline."""
+        """Queue reads. They are answered at some time, perhaps after their deadline."""
         with self._lock:
             self._queue.append(reads)
             if self._thread is None:
@@ -115,7 +103,7 @@ class Elevator:
         return queued
 
     def abandon(self, reads: QueuedReads) -> None:
-        """The answer is not waited for any more."""
+        """The caller does not wait for the answer any more."""
         reads.abandoned = True
         self.withdraw(reads)
 
@@ -152,7 +140,9 @@ class Elevator:
                 each.callback(reads.fail)
 
     def _next_round(self) -> list[QueuedReads]:
-        """What waits, up to the length of a round. Nothing: the thread is to end."""
+        """Take reads out of the queue, up to the length of a round. If there are none, the thread
+        ends.
+        """
         with self._lock:
             self._queue.sort(key=lambda reads: reads.priority)
             taken, total = self._queue[:1], 0
@@ -161,15 +151,15 @@ class Elevator:
                 if total >= _ROUND_BYTES:
                     break
                 taken.append(reads)
-            others = (reads for reads in self._queue if reads.priority and reads not in taken)
-            taken += list(others)[:1]
+            others = [reads for reads in self._queue if reads.priority and reads not in taken]
+            taken += others[:1]
             self._queue = [reads for reads in self._queue if reads not in taken]
             if not taken:
                 self._thread = None
         return taken
 
     def _batches(self, taken: list[QueuedReads]) -> list[list[tuple[QueuedReads, int]]]:
-        """What is read at once, in order of place, beginning where the head is."""
+        """Split a round into batches, in order of place, beginning where the head is."""
         wanted = [
             (int(place), number, index)
             for number, reads in enumerate(taken)
@@ -184,18 +174,17 @@ class Elevator:
                 total = 0
             batches[-1].append((taken[number], index))
             total += int(taken[number].ops["nbytes"][index])
-        if wanted:
-            self._head_at = wanted[-1][0]
+        self._head_at = wanted[-1][0]
         return batches
 
     def _read(self, batch: list[tuple[QueuedReads, int]]) -> None:
-        asked = [(reads, index) for reads, index in batch if not reads.abandoned]
+        wanted = [(reads, index) for reads, index in batch if not reads.abandoned]
         late = None
-        if asked:
-            ops = np.concatenate([reads.ops[index : index + 1] for reads, index in asked])
-            deadline_s = max(reads.deadline_s for reads, _ in asked)
+        if wanted:
+            ops = np.concatenate([reads.ops[index : index + 1] for reads, index in wanted])
+            deadline_s = max(reads.deadline_s for reads, _ in wanted)
             late = self._files.run(ops, max(0.0, deadline_s - self._now()))
-            for (reads, index), code in zip(asked, ops["result"].tolist(), strict=True):
+            for (reads, index), code in zip(wanted, ops["result"].tolist(), strict=True):
                 reads.results[index] = code
         done = []
         for reads, _ in batch:

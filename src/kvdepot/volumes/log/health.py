@@ -1,4 +1,4 @@
-"""Whether a log volume works: its breakers, and whether its medium is still there."""
+"""The health of a log volume: its breakers, and the loss of its medium."""
 
 import errno
 import os
@@ -11,19 +11,13 @@ from kvdepot.core.volume import Change, Ints
 from kvdepot.io.breaker import Breaker, RetryPauses
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-_GONE: Final = "the directory or a file in it was removed"
-TOO_SLOW: Final = "reads are many times slower than they were"
 
 
 class LogHealth:
-    """The failures of one volume. Thread-safe."""
+    """Counts the failures of one volume. Thread-safe."""
 
     def __init__(
-        self,
-        label: str,
-        clock: Clock,
-        pauses: RetryPauses,
-        on_change: Callable[[Change], None],
+        self, label: str, clock: Clock, pauses: RetryPauses, on_change: Callable[[Change], None]
     ) -> None:
         self.label = label
         self.breaker = Breaker(clock, pauses, changed=self._changed)
@@ -40,19 +34,19 @@ class LogHealth:
         return self.breaker.closed and not self.lost
 
     def allows_writes(self) -> bool:
-        """Whether to try a write now; a volume that failed is tried once in each pause."""
-        if self.lost or not (self.breaker.closed or self.breaker.allows()):
+        """True if a write may be tried now. A volume that failed is tried once in each pause."""
+        if self.lost or not self.breaker.allows():
             return False
-        return self.room.closed or self.room.allows()
+        return self.room.allows()
 
     def lose(self) -> None:
-        """The medium was taken away: use this volume no more."""
+        """The medium was removed: do not use this volume any more."""
         if not self.lost:
             self.lost = True
-            self.breaker.failed(_GONE, at_once=True)
+            self.breaker.failed("the directory or a file in it was removed", at_once=True)
 
     def write_failed(self, error: OSError, *, at_once: bool = True) -> None:
-        """A write failed. A disk without room is left alone by writes only."""
+        """A write failed. A disk without room is still read from."""
         code = error.errno or errno.EIO
         if code not in _FULL:
             self.breaker.failed(os.strerror(code), at_once=at_once)
@@ -73,9 +67,9 @@ class LogHealth:
 
     def judge_writes(self, codes: Ints) -> None:
         """A batch of writes ended with these results."""
-        for code in -codes[codes < 0]:
-            error = OSError(int(code), os.strerror(int(code)))
-            self.write_failed(error, at_once=code in (errno.ETIMEDOUT, errno.EROFS))
+        for code in (-codes[codes < 0]).tolist():
+            at_once = code in (errno.ETIMEDOUT, errno.EROFS)
+            self.write_failed(OSError(code, os.strerror(code)), at_once=at_once)
         if not (codes < 0).any():
             if self.breaker.troubled and not self.lost:  # a file that was removed takes writes too
                 self.breaker.succeeded(by_writing=True)

@@ -1,16 +1,16 @@
 """Measures a volume that was never measured, while nothing else uses it, and keeps the result.
 
-Each piece takes a few milliseconds: a read or write that arrives meanwhile waits for that at most,
-and the piece does not count.
+Each step takes a few milliseconds: a read or write that arrives meanwhile waits for that at most,
+and the step does not count.
 """
 
 from collections.abc import Callable
 from typing import Final
 
 from kvdepot.core.clock import Clock
+from kvdepot.core.metadata import MetaKind
 from kvdepot.format.record import PAGE
-from kvdepot.io.speed import Profile
-from kvdepot.io.survey import FLASH, HEAD, SURVEY_BYTES_MIN, VolumeBenchmark
+from kvdepot.io.speed import BENCHMARK_BYTES_MIN, FLASH, HEAD, Profile, VolumeBenchmark
 from kvdepot.volumes.log.reader import LogReader
 from kvdepot.volumes.log.segments import Segment, SegmentSet
 from kvdepot.volumes.log.wear import Wear
@@ -20,43 +20,43 @@ WORTH_BYTES: Final = 1 << 30
 _SETTLE_S: Final = 1.0
 """Pause between opening and measuring, unless the setting is "always"."""
 _QUIET_S: Final = 0.25
-"""When to look again while the volume is in use."""
-_STEP_S: Final = 0.1
+"""Pause before the next try while the volume is in use."""
+_WORK_S: Final = 0.1
 """Longest time of one call of `work`."""
 _READ_ONLY_BYTES_MIN: Final = 16 << 20
 NEVER_S: Final = 3600.0
 
 
 class Measuring:
-    """Measures one volume. For one thread."""
+    """Measures one volume. Used by one thread."""
 
-    def __init__(
-        self,
-        segments: SegmentSet,
-        reader: LogReader,
-        wear: Wear,
-        clock: Clock,
-        known: Profile | None,
-        keep: Callable[[Profile], object],
-    ) -> None:
-        """`known` is the profile that the volume has; `keep` records a new one."""
+    def __init__(self, segments: SegmentSet, reader: LogReader, wear: Wear, clock: Clock) -> None:
         self._segments = segments
         self._reader = reader
         self._wear = wear
         self._clock = clock
-        self._keep = keep
-        self._opened_s = clock.now()
+        self._settled_s = clock.now() + _SETTLE_S
         self._benchmark: VolumeBenchmark | None = None
         self._borrowed: Segment | None = None
         self._use = 0
-        """Of the segment's descriptor (io.files.Descriptors), while it is measured."""
+        """The use of the segment's descriptor (io.files.Descriptors), while it is measured."""
+        settings, meter = segments.settings, reader.meter
+        entry = segments.metadata.own(MetaKind.PROFILE)
+        known = Profile.parse(entry.value) if entry is not None and entry.value else None
         if known is not None and known.emulated != self.is_emulated:
             known = None
         if known is not None and known.is_measured:
-            reader.meter.profile = known
-        self.is_over = not self._is_worth()
-        if self.is_over and self.is_emulated and known is None and segments.settings.writable:
-            keep(Profile.unmeasured(emulated=True))
+            meter.profile = known
+        always = settings.profile == "always"
+        large = segments.slots_max * settings.segment_bytes >= WORTH_BYTES
+        is_worth = always or (large and segments.medium.direct and meter.profile is None)
+        has_room = settings.segment_bytes >= BENCHMARK_BYTES_MIN + 2 * PAGE
+        may = settings.writable and settings.profile != "never"
+        self.is_over = not (may and has_room and is_worth)
+        if always:
+            self._settled_s = clock.now()
+        if self.is_over and self.is_emulated and known is None and settings.writable:
+            self._keep(Profile.unmeasured(emulated=True))
 
     @property
     def is_emulated(self) -> bool:
@@ -65,9 +65,7 @@ class Measuring:
     def work(self, is_quiet: Callable[[], bool]) -> float:
         """Measure a little if nothing uses the volume. Returns the seconds until the next call."""
         now = self._clock.now
-        until_s = now() + _STEP_S
-        always = self._segments.settings.profile == "always"
-        settled = always or now() >= self._opened_s + _SETTLE_S
+        until_s, settled = now() + _WORK_S, now() >= self._settled_s
         while settled and not self.is_over and now() < until_s and is_quiet():
             if self._benchmark is None and not self._begin():
                 return _QUIET_S
@@ -83,44 +81,31 @@ class Measuring:
             return
         borrowed, self._borrowed = self._borrowed, None
         if borrowed is not None:
-            self._wear.written_bytes += benchmark.written_bytes
             self._wear.take(benchmark.written_bytes)
             self._segments.return_segment(borrowed)
         self._segments.files.descriptors.end(self._use)
 
-    def _is_worth(self) -> bool:
-        settings, segments = self._segments.settings, self._segments
-        if settings.profile == "never" or not settings.writable:
-            return False
-        if settings.segment_bytes < SURVEY_BYTES_MIN + 2 * PAGE:
-            return False
-        if settings.profile == "always":
-            return True
-        large = segments.slots_max * settings.segment_bytes >= WORTH_BYTES
-        return large and segments.medium.direct and self._reader.meter.profile is None
-
     def _begin(self) -> bool:
-        """Open a segment to measure in. False: there is none now."""
-        segments, health = self._segments, self._segments.health
-        if not health.works or self._wear.spent:
+        """Choose a segment to measure in. False: there is none now."""
+        segments = self._segments
+        if not segments.health.works or self._wear.spent:
             return False
         self._use = segments.files.descriptors.begin()
-        borrowed = segments.borrow_free_segment()
-        sealed = [segment for segment in list(segments.by_slot.values()) if segment.sealed]
-        segment = borrowed or max(sealed, key=lambda one: one.tail, default=None)
-        least = _READ_ONLY_BYTES_MIN if borrowed is None else SURVEY_BYTES_MIN
-        if segment is not None:
-            end = segment.tail if borrowed is None else segments.settings.segment_bytes - PAGE
-            if end - PAGE >= least:
-                fd, base = segment.extent
-                limits = FLASH if self._reader.elevator is None else HEAD
-                self._benchmark = VolumeBenchmark(
-                    segments.files, (fd, base + PAGE, end - PAGE), limits, writes=bool(borrowed)
-                )
-                self._borrowed = borrowed
-                return True
-        segments.files.descriptors.end(self._use)
-        return False
+        self._borrowed = segment = segments.borrow_free_segment()
+        end, least = segments.settings.segment_bytes - PAGE, BENCHMARK_BYTES_MIN
+        if segment is None:
+            sealed = [one for one in list(segments.by_slot.values()) if one.sealed]
+            segment = max(sealed, key=lambda one: one.tail, default=None)
+            end, least = segment.tail if segment else 0, _READ_ONLY_BYTES_MIN
+        if segment is None or end - PAGE < least:
+            segments.files.descriptors.end(self._use)
+            return False
+        fd, base = segment.extent
+        limits = FLASH if self._reader.elevator is None else HEAD
+        self._benchmark = VolumeBenchmark(
+            segments.files, (fd, base + PAGE, end - PAGE), limits, writes=bool(self._borrowed)
+        )
+        return True
 
     def _step(self, is_quiet: Callable[[], bool]) -> None:
         benchmark, health = self._benchmark, self._segments.health
@@ -144,3 +129,9 @@ class Measuring:
             self._reader.meter.profile = profile
             self._keep(profile)
             self.is_over = True
+
+    def _keep(self, profile: Profile) -> None:
+        try:
+            self._segments.metadata.put_own(MetaKind.PROFILE, profile.pack())
+        except OSError as error:
+            self._segments.health.write_failed(error)

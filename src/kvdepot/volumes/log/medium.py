@@ -1,6 +1,12 @@
-"""Where segments live: files in a directory, or extents of a raw block device.
+"""Opens the medium of a log volume, and finds out which volume it is.
 
-Both look the same from above: numbered slots of one size, each a descriptor and a base offset.
+A medium is a directory of files, or a raw block device. Both have numbered slots of one size, each
+a descriptor and a base offset.
+
+Three pages name a volume: the superblock and the header of each copy of the metadata log. What
+most of them say counts, and if they disagree, the superblock. Segments have no say: the name goes
+with the removals, which are in the metadata. So a file that was swapped with another drive's never
+gives a drive the identity of the other one.
 """
 
 import errno
@@ -8,107 +14,54 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator
+import uuid
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
-from kvdepot.core.clock import Clock, WallClock
+from kvdepot.core.clock import StampClock
 from kvdepot.core.private import FILE_MODE, check_file_status, check_folder_status, check_link
+from kvdepot.core.units import format_bytes
 from kvdepot.errors import (
     ConfigError,
     DriveError,
     FormatError,
+    KVDepotError,
     StoreBusyError,
     UnsafePathError,
 )
-from kvdepot.format.metadata import MAGIC as METADATA_MAGIC
+from kvdepot.format.metadata import HEADER_BYTES, MAGIC, VolumeHeader
 from kvdepot.format.record import PAGE
-from kvdepot.format.segment import HEADER_MAGIC, SUPERBLOCK_MAGIC, Superblock, pack_slots
+from kvdepot.format.segment import FORMAT, HEADER_MAGIC
 from kvdepot.io.breaker import RetryPauses
 from kvdepot.io.files import LOST_AND_FOUND, Files
-from kvdepot.volumes.log.metadata import COPIES, CopyPlace, ExtentCopy, FileCopy
+from kvdepot.volumes.log.metadata import COPIES, CopyPlace, ExtentCopy, FileCopy, MetadataLog
 
 DirectIo = Literal["auto", "always", "never"]
 _METADATA_MIN: Final = 1 << 20
 _METADATA_SHARE: Final = 32
-"""The metadata log takes one part in so many of a drive at most, in each copy."""
+"""Each copy of the metadata log takes at most this part of a volume's capacity."""
 _SEGMENT: Final = re.compile(r"segment-(\d{6})\.kvs")
 _LOCK: Final = "lock"
-_KEPT: Final = ("superblock", *COPIES)
-_PARTIAL: Final = tuple(f"{name}.new" for name in _KEPT)
-_NAMES: Final = frozenset({_LOCK, *_KEPT, *_PARTIAL})
+_SUPERBLOCK: Final = "superblock"
+_PARTIAL: Final = tuple(f"{name}.new" for name in (_SUPERBLOCK, *COPIES))
+_NAMES: Final = frozenset({_LOCK, _SUPERBLOCK, *COPIES, *_PARTIAL})
 _HOLDER: Final = re.compile(rb"\d*\n?\0*")
-"""What a lock file of ours holds: a process, or nothing yet."""
-_FOREIGN: Final = (
-    (0x1FE, b"\x55\xaa"),
-    (0x200, b"EFI PART"),
-    (0x200, b"LABELONE"),
-    (0x438, b"\x53\xef"),
-    (0, b"XFSB"),
-    (0, b"LUKS\xba\xbe"),
-    (0, b"bcachefs"),
-    (0xFF6, b"SWAPSPACE2"),
-    (0x1000, b"\xfc\x4e\x2b\xa9"),
-    (0x8001, b"CD001"),
-    (0x10040, b"_BHRfS_M"),
-)
-"""Where partition tables, filesystems, encryption, volume managers and swap say what they are."""
-_FOREIGN_BYTES: Final = 68 << 10
-TELLS_SIZE: Final = b"segment_bytes"
-"""A damaged page with this in it was a superblock."""
-
-
-class Medium(Protocol):
-    """Numbered slots of `segment_bytes` each. Methods raise OSError for faults of the medium."""
-
-    label: str
-    direct: bool
-
-    def read_superblock(self) -> bytes | None:
-        """The superblock's page; None where there is none yet."""
-
-    def write_superblock(self, superblock: Superblock) -> None:
-        """Put it in force, whole or not at all."""
-
-    def open_slots(self, segment_bytes: int) -> list[int]:
-        """Open what exists; the numbers of the slots that do."""
-
-    def slots_max(self, segment_bytes: int) -> int:
-        """How many slots the medium itself could have; the caller's capacity may be lower."""
-
-    def create(self, slot: int, segment_bytes: int) -> None:
-        """Make a slot. Afterwards `extent` works, or OSError and nothing is left behind."""
-
-    def remove(self, slot: int) -> None:
-        """Give a slot's space back to the medium."""
-
-    def extent(self, slot: int) -> tuple[int, int]:
-        """Descriptor and base offset of a slot; after `close`, a descriptor that is none."""
-
-    def metadata_copies(self, segment_bytes: int, slots_max: int) -> list[CopyPlace]:
-        """Where the two copies of the metadata log are, or would be."""
-
-    def intact(self) -> bool:
-        """False when the medium was taken away underfoot."""
-
-    def complete(self) -> bool:
-        """False when slots were taken away underfoot one by one. Looks at each of them."""
-
-    def restorable(self) -> bool:
-        """Whether a medium that was taken away can be opened anew now."""
-
-    def close(self) -> None:
-        """Close all files and give up the lock. Reads that come later fail. May be called twice."""
+"""The content of our lock file: a process id, or nothing yet."""
+_SLOTS_MIN: Final = 3
+_START_BYTES: Final = 128 << 10
+"""The start of a device, which is blank on a new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class MountSettings:
-    """How drives are opened and used."""
+    """Settings of log volumes."""
 
     capacity_bytes: int
     segment_bytes: int
-    """Of a new drive; one that holds a store keeps its own."""
+    """Used for a new volume. An existing volume keeps its segment size."""
     direct_io: DirectIo = "auto"
     fsync: str = "flush"
     write_timeout_s: float = 10.0
@@ -116,32 +69,23 @@ class MountSettings:
     writable: bool = True
     tier: str = "ssd"
     daily_bytes: int = 0
-    """What may be written to each drive in a day; 0: no limit."""
-    wall: Clock = field(default_factory=WallClock)
+    """Bytes that may be written to the volume in a day; 0: no limit."""
     profile: Literal["auto", "always", "never"] = "auto"
-    """Whether volumes are measured: see volumes.log.measuring."""
+    """Selects which volumes are measured: see volumes.log.measuring."""
     contiguous_bytes: int = 0
-    """How much of a prompt should lie in one piece; 0: seeks cost nothing."""
+    """Bytes of a prompt that should lie together; 0: seeks cost nothing."""
     any_owner: bool = False
-    """Whether the folder may be another user's: for who looks, and does not serve from it."""
+    """Another user may own the folder. For commands that only inspect it."""
 
 
-def known_superblock(medium: Medium) -> Superblock | None:
-    """What the medium says of itself; None where that is missing, damaged or of another format."""
-    page = medium.read_superblock()
-    found = Superblock.parse(page) if page is not None else None
-    return found if isinstance(found, Superblock) else None
-
-
-def open_medium(path: Path, files: Files, settings: MountSettings) -> Medium:
-    """The medium at `path`: a block device, or a directory (made if its parent exists)."""
+def open_medium(path: Path, files: Files, settings: MountSettings) -> "Medium":
+    """Open a directory or a block device. Raises OSError, FormatError, UnsafePathError,
+    StoreBusyError or ConfigError; then nothing is held, and a folder of others is as it was.
+    """
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         mode = stat.S_IFDIR
-    except OSError as error:
-        reason = f"cannot use {path}: {error.strerror}"
-        raise DriveError(f"{settings.tier}.path", reason) from error
     if stat.S_ISBLK(mode):
         return DeviceMedium(path, files, settings)
     if not stat.S_ISDIR(mode):
@@ -150,271 +94,236 @@ def open_medium(path: Path, files: Files, settings: MountSettings) -> Medium:
     return DirectoryMedium(path, files, settings)
 
 
+def check_format(label: str, page: bytes | None) -> VolumeHeader | None:
+    """Parse the page that names a volume. Returns None if it is no intact header. Raises
+    FormatError for a header of another format.
+    """
+    header = VolumeHeader.parse(page) if page is not None else None
+    if isinstance(header, int):
+        raise _other_format(label, header)
+    return header
+
+
+def _other_format(label: str, number: int) -> FormatError:
+    return FormatError(
+        label,
+        f"store of format {number}, this kvdepot reads format {FORMAT}",
+        hint="it is a cache: remove the folder or give another path, and it fills again; or use "
+        "the kvdepot version that made it",
+    )
+
+
 def _lock(fd: int, label: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
-        os.lseek(fd, 0, os.SEEK_SET)
-        holder = (
-            os.read(fd, 32).decode(errors="replace").strip()
-            if stat.S_ISREG(os.fstat(fd).st_mode)
-            else ""
-        )
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() if is_file else ""
         raise StoreBusyError(label, f"process {holder}" if holder else "another process") from error
 
 
 class DirectoryMedium:
-    """One file a slot, of fixed size, reused in place."""
+    """One file for each slot, of fixed size, reused in place. Methods raise OSError for faults of
+    the medium.
+    """
 
     def __init__(self, path: Path, files: Files, settings: MountSettings) -> None:
         self.label = str(path)
         self._path = path
         self._files = files
-        self._tier = settings.tier
         self._writable = settings.writable
         self._any_owner = settings.any_owner
         self._fds: dict[int, int] = {}
-        self._lock_fd = -1
-        self._directory_fd = -1
-        self._store = ""
-        if self._writable:
-            self._prepare()
-        elif not path.is_dir():
-            raise FormatError(self.label, "there is no store here")
-        else:
-            self._directory_fd = files.open_directory(path)
-            try:
-                self._check_folder()
-            except UnsafePathError:
-                self._unlock()
-                raise
-        self._device = os.fstat(self._directory_fd).st_dev
-        self.direct = settings.direct_io != "never" and self._accepts_direct()
-        if settings.direct_io == "always" and not self.direct:
+        self._lock_fd = self._directory_fd = -1
+        try:
+            self._open_folder(settings.tier)
+            self.direct = settings.direct_io != "never" and self._accepts_direct()
+            if settings.direct_io == "always" and not self.direct:
+                reason = f"{path} does not support O_DIRECT"
+                raise ConfigError(f"{settings.tier}.direct_io", reason, hint='direct_io = "auto"')
+        except (KVDepotError, OSError):
             self.close()
-            raise ConfigError(
-                f"{settings.tier}.direct_io",
-                f"{path} does not support O_DIRECT",
-                hint='direct_io = "auto"',
-            )
+            raise
 
-    def read_superblock(self) -> bytes | None:
-        try:
-            return self._first_page("superblock")
-        except FileNotFoundError:
-            return None
+    def read_headers(self) -> tuple[bytes | None, Sequence[VolumeHeader]]:
+        """The superblock's page, None if there is none yet, and the intact headers of the copies of
+        the metadata log. Raises FormatError if one is of another format.
+        """
+        found = [check_format(self.label, self._first_page(name)) for name in COPIES]
+        return self._first_page(_SUPERBLOCK), [header for header in found if header is not None]
 
-    def write_superblock(self, superblock: Superblock) -> None:
-        files, partial = self._files, self._path / "superblock.new"
-        fd = files.open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            files.write(fd, 0, superblock.pack())
-            files.sync(fd)
-        finally:
-            os.close(fd)
-        files.replace(partial, self._path / "superblock")
-        files.sync_directory(self._directory_fd)
+    def write_superblock(self, header: VolumeHeader) -> None:
+        """Put it in force, whole or not at all."""
+        os.close(self._files.write_new(self._path / _SUPERBLOCK, header.pack()))
+
+    def has_blocks(self) -> bool:
+        """True if a medium without any header has segments. Raises FormatError if these have
+        another format, or belong to another program.
+        """
+        names = [name for name in os.listdir(self._path) if _SEGMENT.fullmatch(name)]
+        pages = [self._first_page(name) or b"" for name in names]
+        for page in pages:
+            number = int.from_bytes(page[12:16], "little")
+            if page[8:12] == HEADER_MAGIC.to_bytes(4, "little") and number != FORMAT:
+                raise _other_format(self.label, number)
+        return any(map(any, pages))  # a segment is free if its first page is blank
 
     def open_slots(self, segment_bytes: int) -> list[int]:
+        """Open the slots that exist, and return their numbers."""
         slots = []
         for name in sorted(os.listdir(self._path)):
-            if found := _SEGMENT.fullmatch(name):
-                slot = int(found[1])
-                try:
-                    self._fds[slot] = self._open(slot, 0)
-                except FileNotFoundError:
-                    if self._writable:
-                        raise
-                    continue  # the writer beside us has just removed it
-                if self._writable and os.fstat(self._fds[slot]).st_size != segment_bytes:
-                    self._files.truncate(self._fds[slot], segment_bytes)
-                    self._files.sync(self._fds[slot])
-                slots.append(slot)
-        self._store = self._store_there()
-        if self._writable:
-            self._register()
+            if not (found := _SEGMENT.fullmatch(name)):
+                continue
+            slot = int(found[1])
+            try:
+                fd = self._fds[slot] = self._open(slot, 0)
+            except FileNotFoundError:
+                if self._writable:
+                    raise
+                continue  # the writer has just removed it
+            if self._writable and os.fstat(fd).st_size != segment_bytes:
+                self._files.truncate(fd, segment_bytes)
+                self._files.sync(fd)
+            slots.append(slot)
         return slots
 
     def slots_max(self, segment_bytes: int) -> int:
+        """The number of slots that the medium itself could have. The capacity may be lower."""
         return 10**6
 
     def create(self, slot: int, segment_bytes: int) -> None:
+        """Make a slot. Afterwards `extent` works, or OSError and nothing is left behind."""
         fd = self._open(slot, os.O_CREAT | os.O_EXCL)
-        self._fds[slot] = fd
         try:
             self._files.allocate(fd, segment_bytes)
             self._files.sync(fd)
             self._files.sync_directory(self._directory_fd)
-            self._register()
         except OSError:
-            del self._fds[slot]
             os.close(fd)
             self._files.unlink(self._name(slot))
             raise
+        self._fds[slot] = fd
 
     def remove(self, slot: int) -> None:
-        fd = self._fds.pop(slot)
-        try:
-            self._register()
-            self._files.unlink(self._name(slot))
-            self._files.sync_directory(self._directory_fd)
-        except OSError:
-            self._fds[slot] = fd
-            raise
-        self._files.descriptors.give_up(fd)
+        """Give a slot's space back to the medium."""
+        self._files.unlink(self._name(slot))
+        self._files.sync_directory(self._directory_fd)
+        self._files.descriptors.give_up(self._fds.pop(slot))
 
     def extent(self, slot: int) -> tuple[int, int]:
+        """Descriptor and base offset of a slot; after `close`, a descriptor that is none."""
         return self._fds.get(slot, -1), 0
 
     def metadata_copies(self, segment_bytes: int, slots_max: int) -> list[CopyPlace]:
+        """The places of the two copies of the metadata log."""
         limit = max(_METADATA_MIN, segment_bytes * slots_max // _METADATA_SHARE)
+        paths = [self._path / name for name in COPIES]
         return [
-            FileCopy(self._path / name, self._files, limit, writable=self._writable)
-            for name in COPIES
+            FileCopy(path, self._files, limit, writable=self._writable, is_ours=self.intact)
+            for path in paths
         ]
 
-    def intact(self) -> bool:
+    def intact(self, *, every_slot: bool = False) -> bool:
+        """False if the medium was removed; with `every_slot` also if a slot was."""
         try:
             ours = os.fstat(self._lock_fd if self._writable else self._directory_fd)
             there = os.stat(self._path / _LOCK if self._writable else self._path)
+            fds = list(self._fds.values()) if every_slot else []
+            has_all = all(os.fstat(fd).st_nlink for fd in fds)
         except OSError:
             return False
-        return (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev)
+        return has_all and (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev)
 
-    def complete(self) -> bool:
-        try:
-            return all(os.fstat(fd).st_nlink for fd in list(self._fds.values()))
-        except OSError:
-            return False
-
-    def restorable(self) -> bool:
-        """True: the directory or its parent is there on the same disk, or the same store is there
-        on a disk that the system calls by another name now.
+    def restorable(self, store: bytes) -> bool:
+        """True if a medium that was removed can be opened again now: the directory or its parent is
+        there on the same disk, or the volume `store` is there on a disk with another device number.
         """
         for place in (self._path, self._path.parent):
             try:
-                same_disk = place.stat().st_dev == self._device
+                if place.stat().st_dev == self._device:
+                    return True
+                header = VolumeHeader.parse(self._first_page(_SUPERBLOCK) or b"")
             except OSError:
                 continue
-            return same_disk or bool(self._store and self._store == self._store_there())
+            return isinstance(header, VolumeHeader) and header.store == store
         return False
 
-    def _store_there(self) -> str:
-        try:
-            found = known_superblock(self)
-        except OSError:
-            return ""
-        return found.store if found is not None else ""
-
-    def first_pages(self) -> Iterator[bytes]:
-        for path in sorted(self._path.glob("segment-*.kvs")):
-            yield self._first_page(path.name)
-
-    def _first_page(self, name: str) -> bytes:
-        fd = self._open_own(self._path / name, os.O_RDONLY)
-        try:
-            return bytes(self._files.read(fd, 0, PAGE))
-        finally:
-            os.close(fd)
-
     def close(self) -> None:
+        """Close all files and release the lock. Later reads fail. May be called twice."""
         fds, self._fds = self._fds, {}
         for fd in fds.values():
             self._files.descriptors.give_up(fd)
-        self._unlock()
-
-    def _unlock(self) -> None:
         for fd in (self._lock_fd, self._directory_fd):
             if fd >= 0:
                 os.close(fd)
         self._lock_fd = self._directory_fd = -1
 
-    def _register(self) -> None:
-        """Write down which slots there are, so that a check can tell when a file is gone.
-
-        After a file is made and before one is removed: a crash leaves a file too many at most.
-        """
-        known, slots = known_superblock(self), pack_slots(self._fds)
-        if known is not None and known.slots != slots:
-            self.write_superblock(replace(known, slots=slots))
-
-    def _prepare(self) -> None:
-        try:
+    def _open_folder(self, tier: str) -> None:
+        """Open the directory; for writing make it and lock it, unless it is another program's."""
+        if self._writable:
             self._files.make_directory(self._path)
-            self._directory_fd = self._files.open_directory(self._path)
-            self._check_folder()
-            self._refuse_others()
+        elif not self._path.is_dir():
+            raise FormatError(self.label, "there is no store here")
+        self._directory_fd = self._files.open_directory(self._path)
+        status = os.fstat(self._directory_fd)
+        self._device = status.st_dev
+        if not self._any_owner:
+            check_link(self._path)
+            check_folder_status(self._path, status)
+        if self._writable:
+            self._refuse_others(tier)
             self._lock_fd = self._open_own(self._path / _LOCK, os.O_RDWR | os.O_CREAT)
-        except (UnsafePathError, FormatError):
-            self._unlock()
-            raise
-        except OSError as error:
-            self._unlock()
-            raise DriveError(
-                f"{self._tier}.path",
-                f"cannot write to {self._path}: {error.strerror}",
-                hint="make the parent directory, check permissions, or open with mode='r'",
-            ) from error
-        try:
             _lock(self._lock_fd, self.label)
             os.truncate(self._lock_fd, 0)
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
             for name in _PARTIAL:
                 self._files.unlink(self._path / name)
-        except StoreBusyError:
-            self._unlock()
-            raise
-        except OSError as error:
-            self._unlock()
-            reason = f"cannot write to {self._path}: {error.strerror}"
-            raise DriveError(f"{self._tier}.path", reason) from error
 
-    def _refuse_others(self) -> None:
-        """Raises FormatError for a folder with files that are not a store's; nothing was touched.
+    def _refuse_others(self, tier: str) -> None:
+        """Raises FormatError for a folder with files that are no store's, or a store's of another
+        format; nothing was touched.
 
-        A store is known by any one of its files, since the others may be damaged. Where none tells,
+        A store is known by any one of its files, since the others may be damaged. If none shows it,
         as after a crash while the first were made, there are no other names than a store's, and
         the lock file, which is made first, names a process or nothing.
         """
         names = set(os.listdir(self._path)) - {LOST_AND_FOUND}
         ours = {name for name in names if name in _NAMES or _SEGMENT.fullmatch(name)}
-        if not names or any(map(self._is_of_a_store, sorted(ours))):
+        if _SUPERBLOCK in ours:
+            check_format(self.label, self._start_of(_SUPERBLOCK))
+        if not names or any(_is_of_a_store(self._start_of(name)) for name in sorted(ours)):
             return
         if names == ours and _LOCK in ours and _HOLDER.fullmatch(self._start_of(_LOCK)):
             return
         raise FormatError(
             self.label,
             f"is not empty and not a kvdepot store: it has {min(names - ours or names)!r}",
-            hint=f"give {self._tier}.path a folder of its own, such as {self._path / 'kvdepot'}",
+            hint=f"give {tier}.path a folder of its own, such as {self._path / 'kvdepot'}",
         )
 
-    def _is_of_a_store(self, name: str) -> bool:
-        """Whether a file is a superblock, a segment or metadata, whatever it is called."""
-        start = self._start_of(name)
-        segment = start[8:12] == HEADER_MAGIC.to_bytes(4, "little")
-        superblock = start[8:16] == SUPERBLOCK_MAGIC or TELLS_SIZE in start
-        return segment or superblock or start.startswith(METADATA_MAGIC)
-
     def _start_of(self, name: str) -> bytes:
-        """The first page of a file that may be another program's; nothing of what is no file."""
+        """The first page of a file that may be another program's; empty if it cannot be read."""
         try:
-            fd = self._files.open_file(self._path / name, os.O_RDONLY)
+            return self._first_page(name) or b""
         except OSError:
             return b""
+
+    def _first_page(self, name: str) -> bytes | None:
+        """The first page of one of our files; None if there is no such file."""
+        try:
+            fd = self._open_own(self._path / name, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
         try:
             return bytes(self._files.read(fd, 0, PAGE))
         finally:
             os.close(fd)
 
     def _accepts_direct(self) -> bool:
-        probe = self._path / _LOCK
         try:
-            if probe.exists():
-                fd = self._files.open_file(probe, os.O_RDONLY | os.O_DIRECT)
-            else:
-                fd = self._files.open_directory(self._path, os.O_DIRECT)
+            fd = self._files.open_file(self._path / _LOCK, os.O_RDONLY | os.O_DIRECT)
         except OSError:
             return False
         os.close(fd)
@@ -440,13 +349,13 @@ class DirectoryMedium:
             raise
         return fd
 
-    def _check_folder(self) -> None:
-        if not self._any_owner:
-            check_link(self._path)
-            check_folder_status(self._path, os.fstat(self._directory_fd))
-
     def _name(self, slot: int) -> Path:
         return self._path / f"segment-{slot:06d}.kvs"
+
+
+def _is_of_a_store(start: bytes) -> bool:
+    """True if a file is a superblock, metadata or a segment. Its name does not matter."""
+    return start[8:16] == MAGIC or start[8:12] == HEADER_MAGIC.to_bytes(4, "little")
 
 
 class DeviceMedium:
@@ -463,28 +372,48 @@ class DeviceMedium:
         try:
             self._fd = files.open_device(path, flags | (os.O_DIRECT if self.direct else 0))
         except OSError as error:
-            if error.errno == errno.EBUSY:
-                raise StoreBusyError(
-                    self.label, "the system or another process (mounted?)"
-                ) from error
-            reason = f"cannot open {path}: {error.strerror}"
-            raise DriveError(f"{settings.tier}.path", reason) from error
-        files.attach(self._fd, self.label)
-        self._size = os.lseek(self._fd, 0, os.SEEK_END)
-        if settings.writable:
-            try:
-                _lock(self._fd, self.label)
-            except StoreBusyError:
-                self.close()
+            if error.errno != errno.EBUSY:
                 raise
+            holder = "the system or another process (mounted?)"
+            raise StoreBusyError(self.label, holder) from error
+        files.attach(self._fd, self.label)
+        try:
+            self._size = os.lseek(self._fd, 0, os.SEEK_END)
+            if settings.writable:
+                _lock(self._fd, self.label)
+        except (StoreBusyError, OSError):
+            self.close()
+            raise
 
-    def read_superblock(self) -> bytes | None:
-        page = bytes(self._files.read(self._fd, 0, PAGE))
-        return page if any(page) else None
+    def read_headers(self) -> tuple[bytes | None, Sequence[VolumeHeader]]:
+        """The first area of each copy of the log always has a header. If there is no superblock,
+        the header of the first copy says where that of the second is.
+        """
+        start = bytes(self._files.read(self._fd, 0, _START_BYTES))
+        page = start[:PAGE] if any(start[:PAGE]) else None
+        superblock = check_format(self.label, page)
+        if superblock is None and any(start[HEADER_BYTES:PAGE]):
+            return page, []  # no damaged superblock: another program has written here
+        first = check_format(self.label, start[PAGE:])
+        known = first or superblock
+        if known is None:
+            return page, []
+        at = PAGE + 2 * self._area_bytes(known.segment_bytes)
+        second = check_format(self.label, bytes(self._files.read(self._fd, at, PAGE)))
+        return page, [header for header in (first, second) if header is not None]
 
-    def write_superblock(self, superblock: Superblock) -> None:
-        self._files.write(self._fd, 0, superblock.pack())
+    def write_superblock(self, header: VolumeHeader) -> None:
+        self._files.write(self._fd, 0, header.pack())
         self._files.sync(self._fd)
+
+    def has_blocks(self) -> bool:
+        if any(self._files.read(self._fd, 0, _START_BYTES)):
+            raise FormatError(
+                self.label,
+                "the device holds something that is not a kvdepot store",
+                hint=f"if it may be overwritten: dd if=/dev/zero of={self.label} bs=128K count=1",
+            )
+        return False
 
     def open_slots(self, segment_bytes: int) -> list[int]:
         self._segment_bytes = segment_bytes
@@ -505,31 +434,133 @@ class DeviceMedium:
 
     def metadata_copies(self, segment_bytes: int, slots_max: int) -> list[CopyPlace]:
         del slots_max
-        area = (segment_bytes - PAGE) // (2 * len(COPIES)) // PAGE * PAGE
+        area = self._area_bytes(segment_bytes)
         return [
             ExtentCopy(name, self._files, self._fd, PAGE + 2 * number * area, area)
             for number, name in enumerate(COPIES)
         ]
 
-    def intact(self) -> bool:
+    def intact(self, *, every_slot: bool = False) -> bool:
+        del every_slot
         return self._fd >= 0
 
-    def is_foreign(self) -> bool:
-        """Whether a filesystem, a partition table or the like is on the device."""
-        start = bytes(self._files.read(self._fd, 0, _FOREIGN_BYTES))
-        return any(start[at : at + len(sign)] == sign for at, sign in _FOREIGN)
-
-    def blank(self, nbytes: int) -> bool:
-        """Whether the device begins with zeros, as no filesystem or partition table does."""
-        return not any(self._files.read(self._fd, 0, nbytes))
-
-    def complete(self) -> bool:
-        return True
-
-    def restorable(self) -> bool:
+    def restorable(self, store: bytes) -> bool:
+        del store
         return False
 
     def close(self) -> None:
         if self._fd >= 0:
             self._files.descriptors.give_up(self._fd)
             self._fd = -1
+
+    def _area_bytes(self, segment_bytes: int) -> int:
+        """The size of one of the two areas that each copy of the metadata log has."""
+        return (segment_bytes - PAGE) // (2 * len(COPIES)) // PAGE * PAGE
+
+
+Medium = DirectoryMedium | DeviceMedium
+
+
+@dataclass(frozen=True, slots=True)
+class Mounted:
+    """An open medium, and the volume on it."""
+
+    medium: Medium
+    header: VolumeHeader
+    settings: MountSettings
+    """With the segment size that the medium has."""
+    slots_max: int
+    is_new: bool
+    damage: list[str]
+    """Texts for people: what is wrong with the superblock."""
+
+    def open_metadata(self, stamps: StampClock) -> MetadataLog:
+        """Read the metadata log, or make that of a new volume; then write the superblock if it
+        is missing or wrong. Raises DriveError; then the medium is closed.
+        """
+        settings = self.settings
+        copies = self.medium.metadata_copies(settings.segment_bytes, self.slots_max)
+        log = MetadataLog(
+            copies, self.header, stamps, fsync=settings.fsync, timeout_s=settings.write_timeout_s
+        )
+        try:
+            if not self.is_new:
+                log.load()
+            elif settings.writable:
+                log.create()
+            if settings.writable and (self.is_new or self.damage):
+                self.medium.write_superblock(self.header)
+        except OSError as error:
+            log.close()
+            self.medium.close()
+            raise cannot_use(self.medium.label, settings, error) from error
+        return log
+
+
+def mount(path: Path, files: Files, settings: MountSettings) -> Mounted:
+    """Open a medium and read which volume it is. Raises ConfigError, FormatError, UnsafePathError
+    or StoreBusyError; then nothing is held. All but ConfigErrors that are no DriveError and
+    StoreBusyError concern this medium alone.
+    """
+    try:
+        medium = open_medium(path, files, settings)
+    except OSError as error:
+        raise cannot_use(str(path), settings, error) from error
+    try:
+        return _identify(medium, settings)
+    except OSError as error:
+        medium.close()
+        raise cannot_use(str(path), settings, error) from error
+    except KVDepotError:
+        medium.close()
+        raise
+
+
+def cannot_use(label: str, settings: MountSettings, error: OSError) -> DriveError:
+    """The error for a path that the system does not let us use."""
+    hints = {
+        errno.ENOSPC: "make room on the disk, or give another path",
+        errno.ENOENT: "make the parent directory",
+        errno.EACCES: "check the permissions, or open with mode='r'",
+        errno.EROFS: "mount it for writing, or open with mode='r'",
+    }
+    action = "write to" if settings.writable else "read"
+    reason = f"cannot {action} {label}: {error.strerror}"
+    return DriveError(f"{settings.tier}.path", reason, hint=hints.get(error.errno or 0, ""))
+
+
+def _identify(medium: Medium, settings: MountSettings) -> Mounted:
+    page, headers = medium.read_headers()
+    superblock = check_format(medium.label, page)
+    headers = [superblock, *headers] if superblock else headers
+    votes = Counter((one.store, one.segment_bytes) for one in headers)
+    state = "missing" if page is None else "of another store" if superblock else "damaged"
+    damage = [f"{medium.label}: superblock: {state}"]
+    if votes:
+        named = VolumeHeader(*votes.most_common(1)[0][0])  # the first of those with as many votes
+        damage = [] if superblock == named else damage
+        is_new = False
+    else:
+        named = VolumeHeader(uuid.uuid4().bytes, settings.segment_bytes)
+        is_new = not medium.has_blocks()
+        if is_new and not settings.writable:
+            raise FormatError(medium.label, "there is no store here", hint="check the path")
+        damage = [] if is_new and page is None else damage
+    settings = replace(settings, segment_bytes=named.segment_bytes)
+    slots_max = _slots_max(medium, settings)
+    return Mounted(medium, named, settings, slots_max, is_new, damage)
+
+
+def _slots_max(medium: Medium, settings: MountSettings) -> int:
+    """The number of segments that the volume may have. Raises DriveError if they are too few."""
+    segment_bytes = settings.segment_bytes
+    slots = min(settings.capacity_bytes // segment_bytes, medium.slots_max(segment_bytes))
+    if settings.writable and slots < _SLOTS_MIN:
+        raise DriveError(
+            f"{settings.tier}.capacity",
+            f"{medium.label}: room for {slots} segments of {format_bytes(segment_bytes)}, "
+            f"at least {_SLOTS_MIN} needed",
+            hint=f"raise {settings.tier}.capacity, or remove the store and choose a smaller "
+            f"{settings.tier}.segment",
+        )
+    return slots

@@ -8,7 +8,6 @@ import errno
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from statistics import median
 from typing import Any, Final
 
@@ -29,30 +28,49 @@ from kvdepot.format.record import (
     record_sizes,
 )
 from kvdepot.io.files import Ops, Pending, aligned, io_ops
-from kvdepot.io.speed import ThroughputMeter
+from kvdepot.io.speed import Profile
 from kvdepot.native import COPY, READ, address_of
 from kvdepot.native.memory import view_at
 from kvdepot.volumes.log.elevator import Elevator, QueuedReads
-from kvdepot.volumes.log.health import TOO_SLOW
 from kvdepot.volumes.log.segments import Segment, SegmentSet
 
+_TOO_SLOW: Final = "reads are many times slower than they were"
 _THREADS: Final = 2
 _BEGIN_S: Final = 0.002
-"""How long to wait for a thread to begin a read: else the planner of the next one would keep the
-interpreter to itself while the drive idles."""
+"""Longest wait for a thread to begin a read. Without it the planner of the next read would keep the
+interpreter while the drive is idle."""
 _STALL_S: Final = 1.0
-"""A read with a shorter deadline does not tell whether the drive stalls or is slow."""
+"""If a read with a shorter deadline is late, the drive may not stall: it may only be slow."""
 _SEEK_BYTES: Final = 4 << 20
-"""What a hard drive could read while it seeks."""
+"""Bytes that a hard drive could read during one seek."""
 _STANDS_OUT: Final = 4.0
 _TRIAL_TIMEOUT_S: Final = 2.0
 _TRIAL_UNIT: Final = 256 << 10
 _TRIAL_BYTES: Final = 4 << 20
+_LARGE_BYTES: Final = 1 << 20
+"""Smaller requests do not reach the full speed of a drive, so they are not compared with it."""
+_WINDOW_S: Final = 0.2
+"""The drive must be busy for at least this time before its speed is judged."""
+_TRIAL_S: Final = 0.02
+"""The same time for a drive on trial."""
+_SLOW: Final = 8.0
+"""A drive that is this many times slower than before, twice in a row, is not used."""
+_FORGET: Final = 0.995
+"""The best speed decays by this factor each time the drive is judged."""
+
+_KEEP: Final = 0.7
+"""Weight of earlier comparisons with the profile; the last one has the rest."""
+
+LoadShape = tuple[int, int, int]
+"""Reads of one shape are compared: bytes per read, bytes per call, calls at once, as powers of
+two."""
+
+
 _PAGES_BITS: Final = (1 << SEGMENT_SHIFT) - 1
 
 
 class PlannedReads:
-    """Reads as operations of the I/O engine. Those that cannot be tried have none."""
+    """Reads as operations of the I/O engine. Reads of unknown segments have no operation."""
 
     def __init__(self, reads: Array, segments: Mapping[int, Segment]) -> None:
         self.reads = reads
@@ -71,7 +89,7 @@ class PlannedReads:
         self.places = places[self.asked]
         reads = reads[self.asked]
         self.expected = identities(reads["key"], ids[self.asked])
-        """What the engine compares the heads with; in use until the last read has ended."""
+        """The engine compares the heads with these; in use until the last read has ended."""
         self.ops = _read_ops(reads, bases[self.asked] + (self.places & _PAGES_BITS) * PAGE)
         self.ops["fd"] = fds[self.asked]
         if len(self.ops):
@@ -80,7 +98,7 @@ class PlannedReads:
             self.ops["expect_address"] = first + step * np.arange(len(self.ops))
 
     def outcomes(self) -> Outcomes:
-        """What became of the reads, by the results of the operations."""
+        """The outcomes of the reads, by the results of the operations."""
         codes = self.ops["result"]
         outcomes = np.full(len(self.reads), Outcome.FAILED, np.uint8)
         outcomes[self.asked[codes == 0]] = Outcome.OK
@@ -124,7 +142,7 @@ def _read_ops(reads: Array, offsets: Ints) -> Ops:
 
 
 def _is_intact(read: Any) -> bool:
-    """Whether a record that was read whole matches the checksums in its head."""
+    """True if a record that was read whole matches the checksums in its head."""
     image = view_at(int(read["image"]), record_bytes(int(read["payload_bytes"]))).data
     head = parse_head(image)
     return (
@@ -132,6 +150,110 @@ def _is_intact(read: Any) -> bool:
         and head.payload_bytes == read["payload_bytes"]
         and payload_intact(image, head)
     )
+
+
+class ThroughputMeter:
+    """Counts what one drive reads while it is busy. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self.running = 0
+        """Calls that wait for reads of the drive now."""
+        self._peak = 0
+        self._began_s = 0.0
+        self._busy_s = 0.0
+        self._work_bytes = 0
+        self._reads = 0
+        self._calls = 0
+        self._slow_in_a_row = 0
+        self._best: dict[LoadShape, float] = {}
+        self.bytes_per_s = 0.0
+        self.slowdown = 1.0
+        """How many times slower than before the drive was when it was last judged."""
+        self.profile: Profile | None = None
+        """The measured speeds of the drive, if there are any."""
+        self.of_profile: float | None = None
+        """Recent speed of large reads as a share of the measured speed."""
+        self.queued_bytes = 0
+        """Bytes of reads that have begun and not ended."""
+
+    def begin(self, nbytes: int = 0, *, trial: bool = False) -> None:
+        """Reads begin. `trial`: earlier reads do not count."""
+        with self._lock:
+            if trial and not self.running:
+                self._begin_anew()
+            self.queued_bytes += nbytes
+            if not self.running:
+                self._began_s = self._clock.now()
+            self.running += 1
+            self._peak = max(self._peak, self.running)
+
+    def end(self, work_bytes: int, reads: int, asked: int = 0, *, trial: bool = False) -> bool:
+        """Reads have ended. False: the drive has become slow.
+
+        `asked`: the bytes that `begin` was given. `trial`: the drive was slow before, and these
+        reads alone are judged.
+        """
+        with self._lock:
+            now_s = self._clock.now()
+            self.running -= 1
+            self.queued_bytes -= asked
+            self._busy_s += now_s - self._began_s
+            self._began_s = now_s
+            self._work_bytes += work_bytes
+            self._reads += reads
+            self._calls += 1
+            if self._busy_s < (_TRIAL_S if trial else _WINDOW_S) or not self._reads:
+                return True
+            self._slow_in_a_row = self._slow_in_a_row + 1 if self._is_slow(trial) else 0
+            return self._slow_in_a_row < (1 if trial else 2)
+
+    def _is_slow(self, trial: bool) -> bool:
+        self.bytes_per_s = self._work_bytes / max(self._busy_s, 1e-9)
+        sizes = (self._work_bytes // self._reads, self._work_bytes // self._calls, self._peak)
+        self._compare(sizes[1])
+        kind = (sizes[0].bit_length(), sizes[1].bit_length(), sizes[2].bit_length())
+        best = self._best.get(kind, 0.0) * _FORGET
+        usual = (
+            max(best, 0.0 if trial else self._nearby(kind) / 2)
+            or self._measured(sizes[1])
+            or (trial and max(self._best.values(), default=0.0))
+        )
+        self.slowdown = max(1.0, usual / max(self.bytes_per_s, 1e-9))
+        if best or self.slowdown <= _SLOW:
+            self._best[kind] = max(best, self.bytes_per_s)
+        self._begin_anew()
+        return self.slowdown > _SLOW
+
+    def _nearby(self, kind: LoadShape) -> float:
+        """The best speed of reads of about this shape: the first reads of a new shape may be slow
+        already."""
+        return max(
+            (
+                speed
+                for other, speed in self._best.items()
+                if other[2] == kind[2] and all(abs(other[at] - kind[at]) <= 1 for at in (0, 1))
+            ),
+            default=0.0,
+        )
+
+    def _begin_anew(self) -> None:
+        self._busy_s, self._work_bytes, self._reads, self._calls = 0.0, 0, 0, 0
+        self._peak = self.running
+
+    def _measured(self, asked_bytes: int) -> float:
+        """The measured speed, or 0 if reads of this size cannot be compared with it."""
+        if self.profile is None or asked_bytes < _LARGE_BYTES or not self.profile.direct_io:
+            return 0.0
+        return float(self.profile.read_bytes_per_s)
+
+    def _compare(self, asked_bytes: int) -> None:
+        measured = self._measured(asked_bytes)
+        if measured:
+            last = self.bytes_per_s / measured
+            before = last if self.of_profile is None else self.of_profile
+            self.of_profile = round(_KEEP * before + (1 - _KEEP) * last, 3)
 
 
 class LogReader:
@@ -191,15 +313,17 @@ class LogReader:
     def end_timing(self, ops: Ops, places: Ints, results: Ops, *, trial: bool) -> bool:
         """Reads have ended. True: the volume has become too slow to be used."""
         done = np.flatnonzero(results == 0)
-        work_bytes = self._work_bytes(ops[done], places[done])
+        work_bytes = int(ops["nbytes"][done].sum())
+        if self.elevator is not None and len(done):
+            work_bytes += _seek_bytes(ops[done], places[done])
         fine = self.meter.end(work_bytes, len(done), int(ops["nbytes"].sum()), trial=trial)
         slow = not fine and self._stands_out()
         if slow:
-            self.health.breaker.failed(TOO_SLOW, at_once=True, slow=True)
+            self.health.breaker.failed(_TOO_SLOW, at_once=True, slow=True)
         return slow
 
     def judge(self, codes: Ints, timeout_s: float, *, slow: bool) -> None:
-        """Tell the breaker how reads ended. Success of a slow volume does not count."""
+        """Report the results of reads to the breaker. Success of a slow volume does not count."""
         if slow:
             codes = codes[codes != 0]
         if timeout_s < _STALL_S:
@@ -208,7 +332,9 @@ class LogReader:
             self.health.judge_reads(codes)
 
     def try_to_read(self) -> bool:
-        """Read what does not matter from the fullest segment. False: there is nothing to read."""
+        """Read from the fullest segment, to see whether a volume that is down works again. False:
+        there is nothing to read.
+        """
         segment = max(list(self.segments.by_slot.values()), key=lambda one: one.tail, default=None)
         if segment is None or segment.tail <= PAGE:
             return False
@@ -222,35 +348,13 @@ class LogReader:
         ops["address"] = address_of(memory)[0] + starts - PAGE
         ops["nbytes"] = np.minimum(_TRIAL_UNIT, PAGE + whole - starts)
         places = (segment.slot << SEGMENT_SHIFT) + starts // PAGE
-        files = self.segments.files
-        if self.elevator is None:
-            trial = self.begin_timing(ops)
-            pending = files.run(ops, _TRIAL_TIMEOUT_S)
-            slow = self.end_timing(ops, places, ops["result"], trial=trial)
-        else:
-            swept = QueuedReads(
-                ops, places, self.clock.now() + _TRIAL_TIMEOUT_S, Priority.BACKGROUND, memory
-            )
-            pending, slow = self._sweep(swept)
-            ops["result"] = swept.results
+        trial = self.begin_timing(ops)
+        pending = self.segments.files.run(ops, _TRIAL_TIMEOUT_S)
+        slow = self.end_timing(ops, places, ops["result"], trial=trial)
         if pending is not None:
-            files.keep(pending, ops, memory)
+            self.segments.files.keep(pending, ops, memory)
         self.judge(ops["result"], _TRIAL_TIMEOUT_S, slow=slow)
         return True
-
-    def _sweep(self, swept: QueuedReads) -> tuple[Pending | None, bool]:
-        """Run reads in a sweep and wait for them. Returns them if they are late."""
-        assert self.elevator is not None
-        slow: list[bool] = []
-        trial = self.begin_timing(swept.ops)
-        swept.at_end = lambda: slow.append(
-            self.end_timing(swept.ops, swept.places, swept.results, trial=trial)
-        )
-        self.elevator.submit(swept)
-        if not swept.answered.wait(max(0.0, swept.deadline_s - self.clock.now())):
-            self.elevator.abandon(swept)
-        late = (swept.results == -errno.ETIMEDOUT).any()
-        return (swept if late else None), any(slow)
 
     def submit(self, work: Callable[[], Outcomes], done: Callable[[], None]) -> "Future[Outcomes]":
         """Run a read in one of the volume's threads, and wait a moment for it to begin."""
@@ -277,18 +381,16 @@ class LogReader:
         return future
 
     def _stands_out(self) -> bool:
-        """Whether a slow drive is slower than the others have become: else it is the machine."""
+        """True if the other drives have not become as slow. Else the machine is slow."""
         others = [meter.slowdown for meter in list(self._meters) if meter is not self.meter]
         return bool(others) and self.meter.slowdown >= _STANDS_OUT * median(others)
 
-    def _work_bytes(self, ops: Ops, places: Ints) -> int:
-        """What reads cost a drive, in bytes: seeks count as what could be read meanwhile."""
-        nbytes = int(ops["nbytes"].sum())
-        if self.elevator is None or not len(ops):
-            return nbytes
-        order = np.argsort(places)
-        ends = places[order] + -(-ops["nbytes"][order].astype(np.int64) // PAGE)
-        return nbytes + (1 + int((places[order][1:] != ends[:-1]).sum())) * _SEEK_BYTES
+
+def _seek_bytes(ops: Ops, places: Ints) -> int:
+    """The cost of the seeks of a hard drive, as bytes that it could read meanwhile."""
+    order = np.argsort(places)
+    ends = places[order] + -(-ops["nbytes"][order].astype(np.int64) // PAGE)
+    return (1 + int((places[order][1:] != ends[:-1]).sum())) * _SEEK_BYTES
 
 
 class FlashRead:
@@ -335,7 +437,7 @@ class FlashRead:
         return planned.outcomes()
 
 
-class SweptRead:
+class SweptRead(QueuedReads):
     """Reads of a hard drive. Implements core.volume.PendingRead."""
 
     def __init__(
@@ -352,55 +454,53 @@ class SweptRead:
         self._lock = threading.Lock()
         self._calls: list[Callable[[], None]] = []
         self._is_slow = False
-        descriptors = reader.segments.files.descriptors
-        with descriptors.use():
+        self._descriptors = reader.segments.files.descriptors
+        with self._descriptors.use():
             self._planned = planned = reader.plan(reads)
             ops = planned.ops.copy()
             ops["copy_target"] = 0  # the caller may be gone when a round comes to its reads
-            deadline_s = reader.clock.now() + timeout_s
-            swept = QueuedReads(ops, planned.places, deadline_s, priority, planned)
-            self._swept = swept
+            super().__init__(ops, planned.places, reader.clock.now() + timeout_s, priority)
             if not len(ops):
-                swept.answered.set()
+                self.answered.set()
                 return
-            swept.at_release = partial(descriptors.end, descriptors.begin())
+            self._use = self._descriptors.begin()
             self._trial = reader.begin_timing(ops)
-            swept.at_end = self._ended
-            elevator.submit(swept)
+            elevator.submit(self)
 
     def when_done(self, call: Callable[[], None]) -> None:
         with self._lock:
-            if not self._swept.answered.is_set():
+            if not self.answered.is_set():
                 self._calls.append(call)
                 return
         call()
 
     def result(self) -> Outcomes:
-        swept, planned = self._swept, self._planned
-        left_s = max(0.0, swept.deadline_s - self._reader.clock.now())
-        if not swept.answered.wait(left_s):
-            self._elevator.abandon(swept)
-        results = planned.ops["result"] = swept.results.copy()
+        planned = self._planned
+        if not self.answered.wait(max(0.0, self.deadline_s - self._reader.clock.now())):
+            self._elevator.abandon(self)
+        results = planned.ops["result"] = self.results.copy()
         _copy_to_targets(planned.ops[results == 0])
         self._reader.judge(results, self._timeout_s, slow=self._is_slow)
         return planned.outcomes()
 
     def cancel(self) -> bool:
-        return self._elevator.withdraw(self._swept)
+        return self._elevator.withdraw(self)
 
     def released(self, timeout_s: float) -> bool:
-        late = (self._swept.results == -errno.ETIMEDOUT).any()
-        return not late or self._swept.wait(timeout_s)
+        return not (self.results == -errno.ETIMEDOUT).any() or self.wait(timeout_s)
 
-    def _ended(self) -> None:
-        swept = self._swept
-        results, trial = swept.results, self._trial
-        self._is_slow = self._reader.end_timing(swept.ops, swept.places, results, trial=trial)
+    def on_answer(self) -> None:
+        self._is_slow = self._reader.end_timing(
+            self.ops, self.places, self.results, trial=self._trial
+        )
         with self._lock:
-            swept.answered.set()
-            calls = self._calls if not swept.abandoned else []
+            self.answered.set()
+            calls = self._calls if not self.abandoned else []
         for call in calls:
             call()
+
+    def on_release(self) -> None:
+        self._descriptors.end(self._use)
 
 
 def _copy_to_targets(ops: Ops) -> None:

@@ -1,12 +1,11 @@
-"""What is in a segment: read from its footer, or record by record where there is none. Top to
-bottom.
+"""Finds the contents of segments: from the footer, or record by record if there is none.
 
     header page
       all zeros                                                  → the slot is free
-      damaged                                                    → trailer and records tell the id
-      of another slot or store                                   → not usable: swapped or foreign
+      damaged                                                    → trailer and records show the id
+      of another slot or volume                                  → not usable: swapped or foreign
       not above the floor of the metadata                         → not usable: put back
-        … of another store, on a device                          → free: from an earlier life
+        … of another volume, on a device                         → free: from an earlier use
     trailer page
       belongs to this use of the extent, footer intact           → footer entries
         … and sealed                                             → that is all
@@ -27,7 +26,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.volume import SEGMENT_SHIFT, Array, Contents
+from kvdepot.core.volume import SEGMENT_SHIFT, Contents
 from kvdepot.format.record import (
     HEAD_BYTES,
     MAGIC,
@@ -51,39 +50,35 @@ from kvdepot.format.segment import (
 from kvdepot.io.files import Files
 from kvdepot.native import checksum
 from kvdepot.volumes.log.segments import Segment, SegmentSet
+from kvdepot.volumes.records import newest_records
 
-_STRETCH: Final = 32 << 20
+_WINDOW: Final = 32 << 20
 _NOISE_BYTES_MAX: Final = 8
-_MAGIC_BYTES: Final = MAGIC.to_bytes(4, "little")
-
-HEADER_DAMAGED: Final = "header page is damaged"
-TRAILER_DAMAGED: Final = "trailer page is damaged"
-FOOTER_DAMAGED: Final = "footer is damaged"
 PUT_BACK: Final = "is older than every segment in use: put back from an earlier time"
-NOTHING_LEFT: Final = "header page is damaged and no record is intact: overwritten or swapped"
 
 
 @dataclass(slots=True)
 class Recovered:
-    """What one segment holds. `damage` lists what was not as it should be, for people."""
+    """The contents of one segment."""
 
     segment_id: int
     slot: int
-    tail: int
-    sealed: bool
-    entries: Entries
+    tail: int = PAGE
+    sealed: bool = False
+    entries: Entries = field(default_factory=lambda: np.zeros(0, ENTRY))
     damage: list[str] = field(default_factory=list)
+    """Texts for people: what is damaged."""
     usable: bool = True
-    """False: it belongs elsewhere, or nothing in it can be told; its blocks do not count here."""
+    """False: it belongs elsewhere, or no record can be found; its blocks do not count here."""
     origin: SegmentHeader | None = None
-    """Where it belongs, if that is not here."""
+    """Its header, if it belongs to another slot or volume."""
     scanned: bool = False
     """There was no footer that could be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentReader:
-    """Reads one segment extent."""
+    """Reads one segment extent. Methods raise OSError."""
 
     files: Files
     fd: int
@@ -95,7 +90,7 @@ class SegmentReader:
     """Segments with this id or a lower one do not count (core.metadata)."""
 
     def recover(self) -> Recovered | None:
-        """What the segment holds; None if the slot is free. Raises OSError."""
+        """The contents of the segment; None if the slot is free."""
         page = self.files.read(self.fd, self.base, PAGE)
         end = self.base + self.segment_bytes
         trailer_page = self.files.read(self.fd, end - PAGE, PAGE)
@@ -108,52 +103,50 @@ class SegmentReader:
             if header is None:
                 if not self._was_ours(page, HEADER_MAGIC):
                     return None
-                return self._unusable(0, [NOTHING_LEFT])
-            damage.append(HEADER_DAMAGED)
+                damage = ["header page is damaged and no record is intact: overwritten or swapped"]
+                return Recovered(0, self.slot, damage=damage, usable=False)
+            damage.append("header page is damaged")
         if header.store != self.store and self.base:
             return None
+        found = Recovered(header.segment_id, self.slot, damage=damage)
         if header.slot != self.slot or header.store != self.store:
-            damage.append(
-                f"holds slot {header.slot} of store {header.store.hex()}: swapped or foreign"
-            )
-            return self._unusable(header.segment_id, damage, header)
-        if header.segment_id <= self.floor:
-            return self._unusable(header.segment_id, [*damage, PUT_BACK])
-        if trailer is None and self._was_ours(trailer_page, TRAILER_MAGIC):
-            damage.append(TRAILER_DAMAGED)
-        elif trailer is not None and trailer.segment_id != header.segment_id:
-            trailer = None
-        return self._contents(header.segment_id, trailer, damage)
+            where = f"slot {header.slot} of volume {header.store.hex()}"
+            damage.append(f"holds {where}: swapped or foreign")
+            found.usable, found.origin = False, header
+        elif header.segment_id <= self.floor:
+            damage.append(PUT_BACK)
+            found.usable = False
+        elif trailer is None and self._was_ours(trailer_page, TRAILER_MAGIC):
+            damage.append("trailer page is damaged")
+            self._scan(found)
+        elif trailer is None or trailer.segment_id != header.segment_id:
+            self._scan(found)
+        else:
+            self._read_entries(found, trailer)
+        return found
 
-    def _contents(self, segment_id: int, trailer: Trailer | None, damage: list[str]) -> Recovered:
-        found = Recovered(segment_id, self.slot, PAGE, False, np.zeros(0, ENTRY), damage)
-        footer = self._read_footer(trailer) if trailer is not None else b""
-        if trailer is None:
-            found.scanned = True
-            self._extend(found)
-        elif checksum(footer) == trailer.footer_checksum:
+    def _read_entries(self, found: Recovered, trailer: Trailer) -> None:
+        """Read the footer. Records behind that of an open segment are scanned."""
+        footer = b""
+        if trailer.footer_offset == self.segment_bytes - footer_bytes(trailer.count):
+            padded = footer_bytes(trailer.count) - PAGE
+            page = self.files.read(self.fd, self.base + trailer.footer_offset, padded)
+            footer = bytes(page[: trailer.count * ENTRY.itemsize])
+        if checksum(footer) == trailer.footer_checksum:
             found.entries = np.frombuffer(footer, dtype=ENTRY)
-            found.tail, found.sealed = trailer.tail, trailer.sealed
+            found.tail, found.sealed = trailer.tail, bool(trailer.sealed)
             if not trailer.sealed:
                 self._extend(found)
         else:
             self._extend(found)
             if trailer.sealed or _is_flipped(footer, found.entries.tobytes()):
-                damage.append(FOOTER_DAMAGED)
-        return found
-
-    def _unusable(
-        self, segment_id: int, damage: list[str], origin: SegmentHeader | None = None
-    ) -> Recovered:
-        found = Recovered(segment_id, self.slot, PAGE, False, np.zeros(0, ENTRY), damage)
-        found.usable, found.origin = False, origin
-        return found
+                found.damage.append("footer is damaged")
 
     def _identify(self, trailer: Trailer | None) -> SegmentHeader | None:
-        """What a damaged header must have said.
+        """Find the content of a damaged header.
 
         Trailer and records may be left over from earlier uses of the extent; ids grow, so the
-        highest one tells the latest use.
+        highest one is that of the latest use.
         """
         newest = max((head.segment_id for _, head in self.records(None, PAGE)), default=0)
         if trailer is not None and trailer.segment_id >= newest:
@@ -163,23 +156,20 @@ class SegmentReader:
         return SegmentHeader(newest, self.slot, self.segment_bytes, self.store) if newest else None
 
     def _was_ours(self, page: memoryview, magic: int) -> bool:
-        """Whether a page that does not parse was written by us and damaged later.
+        """True if a page that does not parse was written by us and damaged later.
 
-        In a file we only find what we wrote, or zeros. A device may have had another life.
+        A file has our pages or zeros. A device may have had another use.
         """
         if self.base == 0:
             return not _is_blank(page)
         return (int.from_bytes(page[8:12], "little") ^ magic).bit_count() <= 1
 
-    def _read_footer(self, trailer: Trailer) -> bytes:
-        """The footer's entries; nothing where the trailer is wrong about them."""
-        length = trailer.count * ENTRY.itemsize
-        if trailer.footer_offset != self.segment_bytes - footer_bytes(trailer.count):
-            return b""
-        padded = footer_bytes(trailer.count) - PAGE
-        return bytes(self.files.read(self.fd, self.base + trailer.footer_offset, padded)[:length])
+    def _scan(self, found: Recovered) -> None:
+        found.scanned = True
+        self._extend(found)
 
     def _extend(self, found: Recovered) -> None:
+        """Add the records behind the tail."""
         more = []
         for offset, head in self.records(found.segment_id, found.tail):
             size = head.payload_bytes
@@ -196,12 +186,12 @@ class SegmentReader:
         while offset + HEAD_BYTES <= limit:
             if offset + HEAD_BYTES > window_at + len(window):
                 window_at = offset
-                nbytes = min(_STRETCH, limit - offset)
+                nbytes = min(_WINDOW, limit - offset)
                 window = self.files.read(self.fd, self.base + offset, nbytes)
                 window = window[: len(window) // PAGE * PAGE]  # the file may be cut off
                 if len(window) < HEAD_BYTES:
                     return
-            at = self._next_head(window, offset - window_at)
+            at = _next_head(window, offset - window_at)
             offset = window_at + at
             if at >= len(window):
                 continue
@@ -220,25 +210,23 @@ class SegmentReader:
             yield offset, head
             offset += nbytes
 
-    @staticmethod
-    def _next_head(window: memoryview, at: int) -> int:
-        """The next page, from `at` on, that begins like a head; the window's end if none does."""
-        if len(window) - at < HEAD_BYTES:
-            return len(window)
-        if window[at + 8 : at + 12] == _MAGIC_BYTES:
-            return at
-        pages = np.frombuffer(window[at : at + (len(window) - at) // PAGE * PAGE], dtype="<u4")
-        hits = np.flatnonzero(pages.reshape(-1, PAGE // 4)[:, 2] == MAGIC)
-        return at + int(hits[0]) * PAGE if len(hits) else len(window)
+
+def _next_head(window: memoryview, at: int) -> int:
+    """The next page, from `at` on, that begins like a head; the window's end if none does."""
+    pages = np.frombuffer(window[at:], dtype="<u4").reshape(-1, PAGE // 4)
+    if len(pages) and pages[0, 2] == MAGIC:
+        return at
+    hits = np.flatnonzero(pages[:, 2] == MAGIC)
+    return at + int(hits[0]) * PAGE if len(hits) else len(window)
 
 
 def _is_blank(page: memoryview) -> bool:
-    """Zeros, give or take a flipped bit: what we write has a checksum, a magic, a store's name."""
+    """Zeros, but for a flipped bit: our pages have a checksum, a magic and a volume's UUID."""
     return len(page) - bytes(page).count(0) < _NOISE_BYTES_MAX
 
 
 def _is_flipped(footer: bytes, expected: bytes) -> bool:
-    """Whether an open segment's footer was right once and has a few wrong bits now.
+    """True if an open segment's footer was right once and has a few wrong bits now.
 
     One that a crash left behind is older than the last records, or overwritten by them.
     """
@@ -248,17 +236,13 @@ def _is_flipped(footer: bytes, expected: bytes) -> bool:
     return 2 * int(wrong.sum()) < len(expected)
 
 
-def recover(segments: SegmentSet, floor: int, damage: list[str]) -> list[Recovered]:
-    """Open every slot of a volume and read what is in it. `damage` gets what was found damaged."""
+def recover(segments: SegmentSet, damage: list[str]) -> list[Recovered]:
+    """Open every slot of a volume and read its contents. Appends texts about damage to `damage`."""
     found: list[Recovered] = []
-    settings, label = segments.settings, segments.medium.label
-    for slot in segments.medium.open_slots(settings.segment_bytes):
-        fd, base = segments.medium.extent(slot)
-        reader = SegmentReader(
-            segments.files, fd, base, settings.segment_bytes, slot, segments.store, floor
-        )
+    label = segments.medium.label
+    for slot in segments.medium.open_slots(segments.settings.segment_bytes):
         try:
-            recovered = reader.recover()
+            recovered = segment_reader(segments, slot).recover()
         except OSError as error:
             damage.append(f"{label}: slot {slot}: {error.strerror}")
             segments.health.breaker.failed(str(error.strerror))
@@ -273,29 +257,33 @@ def recover(segments: SegmentSet, floor: int, damage: list[str]) -> list[Recover
         found.append(recovered)
         segment = Segment(recovered.segment_id, slot, recovered.tail, recovered.sealed)
         segment.count = len(recovered.entries)
-        segments.add_found(segment)
+        segment.extent = segments.medium.extent(slot)
+        segments.by_slot[slot] = segment
     segments.free.sort(reverse=True)
-    return _shrink(segments, found, damage)
-
-
-def _shrink(segments: SegmentSet, found: list[Recovered], damage: list[str]) -> list[Recovered]:
-    """Give up the oldest segments where the capacity is smaller than it was; before them those
-    without a record, as a kill leaves one that was just begun.
-    """
     surplus = segments.surplus()
     if not surplus or not segments.settings.writable:
         return found
+    # The capacity is smaller than it was: the oldest segments go, but before them those without a
+    # record, as a kill leaves one that was just begun.
     oldest = sorted(found, key=lambda one: (len(one.entries) > 0, one.segment_id))
-    spare, segments.free = segments.free[:surplus], segments.free[surplus:]
-    dropped = oldest[: surplus - len(spare)]
-    for slot in [*spare, *(recovered.slot for recovered in dropped)]:
-        try:
-            if segments.by_slot.pop(slot, None) is not None:
-                segments.wipe(slot)
-            segments.medium.remove(slot)
-        except OSError as error:
-            damage.append(f"{segments.medium.label}: slot {slot}: {error.strerror}")
+    dropped = oldest[: max(0, surplus - len(segments.free))]
+    going = [*segments.free[:surplus], *(one.slot for one in dropped)]
+    try:
+        for recovered in dropped:
+            del segments.by_slot[recovered.slot]
+            segments.free.append(recovered.slot)
+            segments.wipe(recovered.slot)
+        segments.remove_slots(going)
+    except OSError as error:
+        damage.append(f"{label}: surplus segments: {error.strerror}")
     return [recovered for recovered in found if recovered not in dropped]
+
+
+def segment_reader(segments: SegmentSet, slot: int) -> SegmentReader:
+    fd, base = segments.medium.extent(slot)
+    floor, store = segments.metadata.known.floor, segments.header.store
+    nbytes = segments.settings.segment_bytes
+    return SegmentReader(segments.files, fd, base, nbytes, slot, store, floor)
 
 
 def contents_of(segments: SegmentSet, found: Sequence[Recovered]) -> Contents:
@@ -305,25 +293,15 @@ def contents_of(segments: SegmentSet, found: Sequence[Recovered]) -> Contents:
         blocks = recovered.entries[recovered.entries["kind"] == Kind.BLOCK]
         parts.append(blocks)
         places.append((recovered.slot << SEGMENT_SHIFT) + blocks["page"].astype(np.int64))
-    entries, place = np.concatenate(parts), np.concatenate(places)
+    entries = np.concatenate(parts)
     words = np.frombuffer(np.ascontiguousarray(entries["key"]).tobytes(), np.uint64).reshape(-1, 4)
-    stamps = entries["stamp"].astype(np.int64)
-    order = np.argsort(stamps, kind="stable")
-    newest = order[_last_of_each(words[order])]
-    payload_bytes, place = entries["payload_bytes"][newest].astype(np.int64), place[newest]
-    slots, which = np.unique(place >> SEGMENT_SHIFT, return_inverse=True)
+    contents = newest_records(
+        words, np.concatenate(places), entries["payload_bytes"], entries["stamp"]
+    )
+    slots, which = np.unique(contents.places >> SEGMENT_SHIFT, return_inverse=True)
+    sizes = record_sizes(contents.payload_bytes)
     counts = np.bincount(which, minlength=len(slots))
-    totals = np.bincount(which, weights=record_sizes(payload_bytes), minlength=len(slots))
+    totals = np.bincount(which, weights=sizes, minlength=len(slots))
     for slot, count, total in zip(slots.tolist(), counts.tolist(), totals.tolist(), strict=True):
         segments.count(slot, int(total), count)
-    return Contents(words[newest], place, payload_bytes, stamps[newest], token=0)
-
-
-def _last_of_each(words: Array) -> Array:
-    """Where each key comes last, in order."""
-    backwards = words[::-1]
-    _, first, key = np.unique(backwards[:, 2], return_index=True, return_inverse=True)
-    if not np.array_equal(backwards[first[key]], backwards):  # one word of two keys is the same
-        _, first = np.unique(backwards, axis=0, return_index=True)
-    last: Array = np.sort(len(words) - 1 - first)
-    return last
+    return contents

@@ -1,25 +1,46 @@
-"""The segments of a log volume: which exist, how one is opened, and how its room is freed.
+"""The segments of a log volume: how records are appended, sealed and made durable, and how the room
+of segments is freed.
+
+Places are given out one after the other; records are written without a lock, several batches at a
+time. Reads need no lock: every record names its segment and carries its checksums, so that a read
+which races with the reuse of an extent fails its check.
 
 Locks, in this order: `append_lock` (places in the log, new and released segments; held over writes
-of single pages and over the sync that makes a released segment unreadable for good), `state_lock`
-(all fields; held for an instant).
+of single pages and over the sync after which a released segment cannot be read), `Syncer._lock`
+(one fsync at a time), `state_lock` (all fields; held for an instant).
 """
 
+import errno
+import os
 import threading
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from kvdepot.core.clock import StampClock
-from kvdepot.core.volume import Purpose
-from kvdepot.format.record import PAGE
-from kvdepot.format.segment import Entries, SegmentHeader, footer_bytes
-from kvdepot.io.files import Files
+from kvdepot.core.metadata import MetaKind
+from kvdepot.core.volume import NO_PLACE, SEGMENT_SHIFT, Array, Ints, Purpose
+from kvdepot.format.record import PAGE, Kind, place_records, record_sizes
+from kvdepot.format.segment import (
+    ENTRY,
+    Entries,
+    SegmentHeader,
+    close_segment,
+    footer_bytes,
+    pack_slots,
+)
+from kvdepot.io.files import Files, io_ops
+from kvdepot.native import WRITE
 from kvdepot.volumes.log.health import LogHealth
-from kvdepot.volumes.log.medium import Medium, MountSettings
+from kvdepot.volumes.log.medium import Mounted
+from kvdepot.volumes.log.metadata import MetadataLog
+from kvdepot.volumes.log.wear import Wear
 
 _FOR_MOVES: Final = 2
-"""Segments that a volume which was made smaller may have beside those in use, for blocks that are
-moved: one that is written to, and one that can be reclaimed."""
+"""A volume that was made smaller may have this many segments besides those in use, for blocks that
+are moved: one that is written to, and one that can be reclaimed."""
+_WRITES_END_S: Final = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -41,24 +62,32 @@ class Segment:
     """Descriptor of its file, and where the segment begins in it."""
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentWrites:
+    """Records that go into one segment: their indexes in the batch, and their offsets."""
+
+    segment: Segment
+    indexes: Ints
+    offsets: Ints
+
+
 class SegmentSet:
     """The segments of one volume."""
 
     def __init__(
         self,
-        medium: Medium,
+        mounted: Mounted,
+        metadata: MetadataLog,
         files: Files,
-        settings: MountSettings,
-        store: bytes,
-        slots_max: int,
         stamps: StampClock,
         health: LogHealth,
     ) -> None:
-        self.medium = medium
+        self.medium = mounted.medium
+        self.header = mounted.header
+        self.settings = mounted.settings
+        self.slots_max = mounted.slots_max
+        self.metadata = metadata
         self.files = files
-        self.settings = settings
-        self.store = store
-        self.slots_max = slots_max
         self.stamps = stamps
         self.health = health
         self.by_slot: dict[int, Segment] = {}
@@ -69,20 +98,14 @@ class SegmentSet:
         self.active: Segment | None = None
         self.live_bytes = 0
         self.append_lock = threading.RLock()
-        self.state_lock = threading.RLock()
-        self.writes_done = threading.Condition(self.state_lock)
-        """A write has ended: a volume that is to be given back looks again."""
+        self.state_lock = threading.Condition(threading.RLock())
+        """Notified when a write has ended: a volume that is given back waits for that."""
         self._slots_for_moves = 0
         """While there are too many segments, this many are allowed: those in use and _FOR_MOVES."""
 
     @property
     def record_bytes_max(self) -> int:
         return self.settings.segment_bytes - PAGE - footer_bytes(1)
-
-    def add_found(self, segment: Segment) -> None:
-        """Know a segment that was found when the volume was opened."""
-        segment.extent = self.medium.extent(segment.slot)
-        self.by_slot[segment.slot] = segment
 
     def oldest(self) -> int:
         """The lowest id of a segment that is in use or may still be on disk; 0: there is none."""
@@ -139,7 +162,9 @@ class SegmentSet:
                 full.append(before)
         segment = Segment(self.stamps.next(), slot)
         segment.extent = fd, base = self.medium.extent(slot)
-        header = SegmentHeader(segment.segment_id, slot, self.settings.segment_bytes, self.store)
+        header = SegmentHeader(
+            segment.segment_id, slot, self.settings.segment_bytes, self.header.store
+        )
         try:
             self.files.write(fd, base, header.pack())
         except OSError as error:
@@ -155,7 +180,7 @@ class SegmentSet:
         return segment
 
     def begin_sealing(self, segment: Segment) -> bool:
-        """Whether a segment is full and its last write has ended; it counts as busy then."""
+        """True if a segment is full and its last write has ended. It counts as busy then."""
         if segment is self.active or segment.writes or segment.sealed:
             return False
         segment.writes += 1
@@ -169,15 +194,15 @@ class SegmentSet:
             segment.live_count += records
             self.live_bytes += nbytes
 
-    def release(self, slot: int) -> Segment | None:
-        """Free a segment's extent; its records are gone, also after a restart. None: there is no
+    def release(self, slot: int) -> bool:
+        """Free a segment's extent; its records are gone, also after a restart. False: there is no
         such segment.
         """
         with self.append_lock, self.files.descriptors.use():
             with self.state_lock:
                 segment = self.by_slot.pop(slot, None)
                 if segment is None:
-                    return None
+                    return False
                 if segment is self.active:
                     self.active = None
                 self.live_bytes -= segment.live_bytes
@@ -185,11 +210,11 @@ class SegmentSet:
             self._wipe_released()
             if self._slots_for_moves:
                 self.trim()
-            return segment
+            return True
 
     def wipe(self, slot: int) -> None:
         """Make a segment unreadable, so that dropped records do not come back. Durable before the
-        slot is used again: else its old footer could describe what is written there next.
+        slot is used again: else its old footer could describe the next records.
         """
         fd, base = self.medium.extent(slot)
         self.files.write(fd, base, bytes(PAGE))
@@ -213,7 +238,7 @@ class SegmentSet:
             self.release(borrowed.slot)
 
     def is_stuck(self) -> bool:
-        """Whether the kernel may still write to a slot that was released."""
+        """True if the kernel may still write to a slot that was released."""
         return any(map(self._is_held, list(self.releasing)))
 
     def set_slots_max(self, slots_max: int) -> None:
@@ -229,14 +254,27 @@ class SegmentSet:
             self._slots_for_moves = min(self._slots_for_moves, len(self.by_slot) + _FOR_MOVES)
             if self._slots_for_moves <= self.slots_max or not self.slots_max:
                 self._slots_for_moves = 0
-            while self.free and self.slot_count() > max(self.slots_max, self._slots_for_moves):
-                try:
-                    self.medium.remove(self.free[-1])
-                except OSError as error:
-                    self.health.write_failed(error)
-                    return
-                with self.state_lock:
-                    self.free.pop()
+            surplus = self.slot_count() - max(self.slots_max, self._slots_for_moves)
+            if surplus <= 0 or not self.free or self.health.lost or not self.medium.intact():
+                return
+            try:
+                self.remove_slots(self.free[-surplus:])
+            except OSError as error:
+                self.health.write_failed(error)
+
+    def remove_slots(self, slots: list[int]) -> None:
+        """Give free slots back to the medium. Raises OSError."""
+        self.note_slots({*self.by_slot, *self.free, *self.releasing}.difference(slots))
+        for slot in slots:
+            self.medium.remove(slot)
+            with self.state_lock:
+                self.free.remove(slot)
+
+    def note_slots(self, slots: set[int]) -> None:
+        """Record which slots exist, so that a check finds a missing file. Call it after a file is
+        made and before one is removed: a crash leaves at most one file too many. Raises OSError.
+        """
+        self.metadata.put_own(MetaKind.SLOTS, pack_slots(slots))
 
     def _kept_back(self, purpose: Purpose) -> int:
         """Spare segments that blocks may not take. A volume of two has none to keep back."""
@@ -264,20 +302,27 @@ class SegmentSet:
         limit = max(self.slots_max, self._slots_for_moves)
         if len(taken) >= limit or not self.health.growth.allows():
             return None
+        if not self.medium.intact():
+            self.health.lose()
+            return None
         slot = next(number for number in range(len(taken) + 1) if number not in taken)
         try:
             self.medium.create(slot, self.settings.segment_bytes)
         except OSError as error:
             self.health.no_segment(error, has_others=len(taken) >= 2)
             return None
+        try:
+            self.note_slots({*taken, slot})
+        except OSError as error:
+            self.health.write_failed(error)
         self.health.growth.succeeded()
         return slot
 
     def _wipe_released(self) -> None:
-        """Make released segments unreadable for good, oldest first; then their slots are free.
+        """Make released segments unreadable, oldest first; then their slots are free.
 
-        `append_lock` held. One that the kernel may still write to, or that cannot be written,
-        waits.
+        `append_lock` held. A segment that the kernel may still write to, or that cannot be
+        written, waits.
         """
         for slot in sorted(self.releasing, key=self.releasing.__getitem__):
             if self._is_held(slot):
@@ -292,6 +337,239 @@ class SegmentSet:
                 self.free.append(slot)
 
     def _is_held(self, slot: int) -> bool:
-        """Whether the kernel may still write to a slot what has missed its deadline."""
+        """True if a write that missed its deadline may still arrive in a slot."""
         fd, base = self.medium.extent(slot)
         return self.files.may_still_write(fd, base, base + self.settings.segment_bytes)
+
+
+class Syncer:
+    """Makes the segments and the metadata of one volume durable."""
+
+    def __init__(self, segments: SegmentSet) -> None:
+        self._segments = segments
+        self._lock = threading.Lock()
+        """One fsync at a time; taken before `state_lock`."""
+        self._unsynced: set[int] = set()
+        """Slots that were written to since they were last made durable."""
+        self._unproven: set[int] = set()
+        """Slots that could not be made durable: until they are reused, `sync` is false."""
+        self._has_failed = False
+        """The last sync failed: while the volume is down, none is tried."""
+
+    @property
+    def is_proven(self) -> bool:
+        return not self._unproven
+
+    def written(self, slots: set[int]) -> None:
+        """Slots were written to."""
+        with self._segments.state_lock:
+            self._unsynced |= slots
+
+    def forget(self, slot: int) -> None:
+        """A segment was released."""
+        with self._segments.state_lock:
+            self._unsynced.discard(slot)
+            self._unproven.discard(slot)
+
+    def sync(self, timeout_s: float) -> bool:
+        """Make all earlier writes durable, except in slots that failed before."""
+        segments, health = self._segments, self._segments.health
+        if not self._lock.acquire(timeout=min(timeout_s, segments.settings.write_timeout_s)):
+            return False
+        try:
+            if health.lost or not segments.medium.intact():
+                health.lose()
+                return False
+            with segments.state_lock:
+                slots = list(self._unsynced)
+            if slots and self._has_failed and not health.breaker.closed:
+                return False
+            self._has_failed = True
+            with segments.files.descriptors.use():
+                for slot in slots:
+                    self._sync_slot(slot)
+                if segments.settings.writable:
+                    segments.metadata.sync()
+            self._has_failed = False
+        except OSError as error:
+            health.write_failed(error)
+            return False
+        else:
+            return True
+        finally:
+            self._lock.release()
+
+    def sync_slot(self, slot: int) -> None:
+        """Make one segment durable. Raises OSError, ETIMEDOUT if another fsync takes too long."""
+        if not self._lock.acquire(timeout=self._segments.settings.write_timeout_s):
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        try:
+            self._sync_slot(slot)
+        finally:
+            self._lock.release()
+
+    def _sync_slot(self, slot: int) -> None:
+        """Make a slot durable; the lock is held. With a page cache a failure is final: the kernel
+        drops pages that it could not write, and a second sync would succeed without them.
+        """
+        segments = self._segments
+        with segments.state_lock:
+            if slot not in self._unsynced:
+                return
+            self._unsynced.discard(slot)  # what is written from now on may not be covered
+            fd, _ = segments.medium.extent(slot)
+        if segments.settings.fsync == "never":
+            return
+        try:
+            segments.files.sync(fd)
+        except OSError:
+            with segments.state_lock:
+                if slot not in segments.by_slot:
+                    return  # released meanwhile
+                (self._unsynced if segments.medium.direct else self._unproven).add(slot)
+            raise
+
+
+class Appender:
+    """Appends to one volume."""
+
+    def __init__(self, segments: SegmentSet, syncer: Syncer, wear: Wear) -> None:
+        self._segments = segments
+        self._syncer = syncer
+        self._wear = wear
+        self.may_write = segments.settings.writable
+
+    def append(self, records: Array, purpose: Purpose = Purpose.BLOCK) -> Ints:
+        """See Volume.append. Blocks for `write_timeout_s`, on a stalled medium until it ends."""
+        segments = self._segments
+        places = np.full(len(records), NO_PLACE, np.int64)
+        full: list[Segment] = []
+        parts: list[SegmentWrites] = []
+        with segments.files.descriptors.use():
+            # Without the lock in time the medium stalls, and nothing more is given to it.
+            if segments.append_lock.acquire(timeout=segments.settings.write_timeout_s):
+                try:
+                    parts = self._reserve(records, purpose, full)
+                finally:
+                    segments.append_lock.release()
+            written = self._write(parts, records) if parts else np.zeros(0, bool)
+            if segments.settings.fsync == "always" and written.any():
+                timeout_s = segments.settings.write_timeout_s
+                written &= self._syncer.sync(timeout_s) and self._syncer.is_proven
+            with segments.state_lock:
+                for part in parts:
+                    self._commit(part, records, written, places)
+                    if segments.begin_sealing(part.segment):
+                        full.append(part.segment)
+            for segment in full:
+                self.finish(segment, sealed=True)
+                with segments.state_lock:
+                    segment.writes -= 1
+        with segments.state_lock:
+            segments.state_lock.notify_all()
+        return places
+
+    def finish(self, segment: Segment, *, sealed: bool) -> None:
+        """Write a segment's footer. Without it the next start scans the segment."""
+        segments, nbytes = self._segments, self._segments.settings.segment_bytes
+        with segments.state_lock:
+            if segments.by_slot.get(segment.slot) is not segment:
+                return
+            fd, base = segment.extent
+            entries = b"".join(part.tobytes() for part in segment.entries)
+            header = SegmentHeader(segment.segment_id, segment.slot, nbytes, segments.header.store)
+            offset, footer, trailer = close_segment(header, segment.tail, entries, sealed=sealed)
+        if segments.append_lock.acquire(timeout=segments.settings.write_timeout_s):
+            try:
+                self._wear.take(PAGE + len(footer) + len(trailer))
+            finally:
+                segments.append_lock.release()
+        try:
+            if footer:
+                segments.files.write(fd, base + offset, footer)
+                self._syncer.written({segment.slot})
+            self._syncer.sync_slot(segment.slot)  # the trailer speaks of what is on disk
+            segments.files.write(fd, base + nbytes - PAGE, trailer)
+        except OSError as error:
+            segments.health.write_failed(error)
+        with segments.state_lock:
+            segment.sealed = sealed
+            segment.entries = []
+
+    def _reserve(
+        self, records: Array, purpose: Purpose, full: list[Segment]
+    ) -> list[SegmentWrites]:
+        """Give records their places, as far as there is room. `append_lock` held."""
+        segments, health = self._segments, self._segments.health
+        works = health.breaker.closed and health.room.closed and not health.lost
+        if not self.may_write or not (works or health.allows_writes()):
+            return []
+        sizes = record_sizes(records["payload_bytes"])
+        left = np.flatnonzero(sizes <= segments.record_bytes_max)
+        parts: list[SegmentWrites] = []
+        while len(left):
+            segment = segments.segment_for(int(sizes[left[0]]), purpose, full)
+            if segment is None:
+                break
+            with segments.state_lock:
+                ends = segment.tail + np.cumsum(sizes[left])
+                counts = segment.count + 1 + np.arange(len(left))
+                fits = ends <= segments.settings.segment_bytes - footer_bytes(counts)
+                count = len(left) if fits.all() else int(fits.argmin())
+                indexes, ends = left[:count], ends[:count]
+                parts.append(SegmentWrites(segment, indexes, ends - sizes[indexes]))
+                segment.tail = int(ends[-1])
+                segment.count += count
+                segment.writes += 1
+            place_records(records["image"][indexes], segment.segment_id)
+            left = left[count:]
+        nbytes = sum(int(sizes[part.indexes].sum()) for part in parts)
+        if self._wear.limited:
+            self._wear.take(nbytes)
+        else:
+            self._wear.written_bytes += nbytes
+        return parts
+
+    def _write(self, parts: list[SegmentWrites], records: Array) -> Array:
+        """Write the records that have a place. Returns for each record whether it is on disk."""
+        segments, timeout_s = self._segments, self._segments.settings.write_timeout_s
+        indexes = np.concatenate([part.indexes for part in parts])
+        ops = io_ops(len(indexes))
+        ops["opcode"] = WRITE
+        ops["address"] = records["image"][indexes]
+        ops["nbytes"] = record_sizes(records["payload_bytes"][indexes])
+        start = 0
+        for part in parts:
+            rows = ops[start : start + len(part.indexes)]
+            rows["fd"], base = part.segment.extent
+            rows["offset"] = base + part.offsets
+            start += len(rows)
+        pending = segments.files.run(ops, timeout_s)
+        while pending is not None:
+            segments.health.breaker.failed("writes do not finish", at_once=True)
+            if pending.wait(_WRITES_END_S):
+                break
+        health, codes = segments.health, ops["result"]
+        if codes.any() or health.breaker.troubled or not health.room.closed:
+            health.judge_writes(codes)
+        self._syncer.written({part.segment.slot for part in parts})
+        written = np.zeros(len(records), bool)
+        written[indexes] = codes == 0
+        return written
+
+    def _commit(self, part: SegmentWrites, records: Array, written: Array, places: Ints) -> None:
+        """Add the written records to their segment and its footer. `state_lock` held."""
+        segment, good = part.segment, written[part.indexes]
+        indexes, pages = part.indexes[good], part.offsets[good] // PAGE
+        payload_bytes = records["payload_bytes"][indexes]
+        entries = np.zeros(len(indexes), ENTRY)
+        entries["key"] = np.ascontiguousarray(records["key"][indexes]).view("V32")[:, 0]
+        entries["page"], entries["kind"] = pages, Kind.BLOCK
+        entries["payload_bytes"] = entries["stored_bytes"] = payload_bytes
+        entries["stamp"] = records["stamp"][indexes]
+        segment.entries.append(entries)
+        segment.count -= len(part.indexes) - len(indexes)
+        segment.writes -= 1
+        nbytes = int(record_sizes(payload_bytes).sum())
+        self._segments.count(segment.slot, nbytes, len(indexes))
+        places[indexes] = segment.slot << SEGMENT_SHIFT | pages

@@ -1,7 +1,7 @@
 """A volume that keeps records in append-only segments: in a directory or on a block device.
 
-Segments, their room and their locks: segments.py. Writing and durability: appender.py. Reading:
-reader.py. What a volume knows beside blocks: metadata.py. After a crash: recovery.py.
+Segments, appending and durability: segments.py. Reading: reader.py. Metadata: metadata.py. Opening
+after a crash: recovery.py.
 """
 
 import logging
@@ -10,9 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from kvdepot.core.metadata import MetaEntry, MetaKind
+from kvdepot.core.metadata import OWN_KINDS, MetaEntry, MetaKind
 from kvdepot.core.volume import (
     Contents,
     Ints,
@@ -22,21 +20,18 @@ from kvdepot.core.volume import (
     WriteBudget,
     no_contents,
     segment_of,
+    segment_table,
 )
 from kvdepot.errors import FormatError, KVDepotError
-from kvdepot.format.record import HEAD_BYTES, PAGE, record_sizes
+from kvdepot.format.record import PAGE, record_sizes
 from kvdepot.io.breaker import Health
 from kvdepot.io.files import Files
-from kvdepot.io.speed import Profile, ThroughputMeter
-from kvdepot.volumes.log.appender import Appender, Syncer
 from kvdepot.volumes.log.health import LogHealth
 from kvdepot.volumes.log.measuring import Measuring
-from kvdepot.volumes.log.medium import MountSettings, known_superblock
-from kvdepot.volumes.log.metadata import MetadataLog
-from kvdepot.volumes.log.mount import Mounted, cannot_use, mount
-from kvdepot.volumes.log.reader import LogReader
+from kvdepot.volumes.log.medium import MountSettings, cannot_use, mount
+from kvdepot.volumes.log.reader import LogReader, ThroughputMeter
 from kvdepot.volumes.log.recovery import Recovered, contents_of, recover
-from kvdepot.volumes.log.segments import SegmentSet
+from kvdepot.volumes.log.segments import Appender, SegmentSet, Syncer
 from kvdepot.volumes.log.wear import Wear
 
 _LOOK_S: Final = 1.0
@@ -55,57 +50,53 @@ class LogVolume:
         context: VolumeContext,
         meters: list[ThroughputMeter],
     ) -> None:
-        """Open the volume and read what it holds. `files` stay the caller's. `meters` are those of
+        """Open the volume and read its contents. `files` stay the caller's. `meters` are those of
         the volumes that are compared with this one.
 
         Raises ConfigError, FormatError, StoreBusyError or UnsafePathError; then nothing is held.
         """
+        settings = replace(settings, writable=settings.writable and context.writable)
         if context.capacity_bytes is not None:
             settings = replace(settings, capacity_bytes=context.capacity_bytes)
         mounted = mount(path, files, settings)
         self._settings = mounted.settings
-        self._context = context
         self._medium = mounted.medium
-        self.health = LogHealth(
-            mounted.medium.label, context.clock, settings.pauses, context.on_change
-        )
-        self.damage = list(mounted.damage)
-        """What was found damaged, for people."""
-        copies = mounted.medium.metadata_copies(mounted.settings.segment_bytes, mounted.slots_max)
-        self.metadata = MetadataLog(
-            copies, mounted.store, fsync=settings.fsync, timeout_s=settings.write_timeout_s
-        )
-        self.segment_set = SegmentSet(
-            mounted.medium, files, mounted.settings, mounted.store, mounted.slots_max,
-            context.stamps, self.health,
-        )  # fmt: skip
         self._closed = False
-        started_s = context.clock.now()
+        label, started_s = mounted.medium.label, context.clock.now()
+        self.health = LogHealth(label, context.clock, settings.pauses, context.on_change)
+        self.damage = list(mounted.damage)
+        """Texts for people: what is damaged."""
+        self.metadata = mounted.open_metadata(context.stamps)
+        self.damage += [f"{label}: {text}" for text in self.metadata.damage]
+        self.segment_set = SegmentSet(mounted, self.metadata, files, context.stamps, self.health)
         try:
-            self._open_metadata(mounted)
-            found = recover(self.segment_set, self.metadata.known.floor, self.damage)
+            if not self.metadata.is_whole:
+                raise FormatError(
+                    label,
+                    "the metadata is damaged in both copies: removed blocks may look alive",
+                    hint=f"kvdepot check --repair {label}",
+                )
+            found = recover(self.segment_set, self.damage)
         except OSError as error:
             self._close_files()
-            raise cannot_use(path, settings, error) from error
+            raise cannot_use(label, settings, error) from error
         except KVDepotError:
             self._close_files()
             raise
         self._contents: Contents | None = contents_of(self.segment_set, found)
         self._log_opening(found, context.clock.now() - started_s)
         daily_bytes = settings.daily_bytes if settings.writable else 0
-        self.wear = Wear(mounted.medium, self.health.breaker, daily_bytes, settings.wall)
-        self._syncer = Syncer(self.segment_set, self.metadata)
+        self.wear = Wear(self.metadata, self.health.breaker, daily_bytes, context.wall)
+        self._syncer = Syncer(self.segment_set)
         self._appender = Appender(self.segment_set, self._syncer, self.wear)
         if settings.writable:
-            self._begin_writing(mounted, found)
+            self._begin_writing(found)
         self.reader = LogReader(
             self.segment_set, context.clock, meters,
             name=f"kvdepot-{path.name}", has_head=settings.contiguous_bytes > 0,
         )  # fmt: skip
         self.append, self.read = self._appender.append, self.reader.read
-        self._measuring = Measuring(
-            self.segment_set, self.reader, self.wear, context.clock, self._profile(), self._keep
-        )
+        self._measuring = Measuring(self.segment_set, self.reader, self.wear, context.clock)
 
     def facts(self, *, details: bool = False) -> VolumeFacts:
         segments, health, settings = self.segment_set, self.health, self._settings
@@ -123,7 +114,7 @@ class LogVolume:
             may_write=self._appender.may_write,
             full=full,
             lost=health.lost,
-            may_reopen=health.lost and self._medium.restorable(),
+            may_reopen=health.lost and self._medium.restorable(segments.header.store),
             reason=state.reason,
             errors=state.errors,
             retry_in_s=state.retry_in_s,
@@ -142,9 +133,11 @@ class LogVolume:
             contiguous_bytes=settings.contiguous_bytes,
             writers=1 if settings.contiguous_bytes else 2,
             is_durable=settings.writable and settings.fsync != "never",
-            identity=segments.store,
+            identity=segments.header.store,
             oldest_segment=segments.oldest(),
-            budget=self._budget() if wear.limited else None,
+            budget=WriteBudget(int(wear.bucket_bytes), int(wear.level_bytes))
+            if wear.limited
+            else None,
             details=self._details() if details else {},
         )
 
@@ -156,19 +149,15 @@ class LogVolume:
 
     def segments(self) -> SegmentTable:
         with self.segment_set.state_lock:
-            found = sorted(self.segment_set.by_slot.values(), key=lambda one: one.segment_id)
-            return SegmentTable(
-                np.array([one.slot for one in found], np.int64),
-                np.array([one.segment_id for one in found], np.int64),
-                np.array([one.live_count for one in found], np.int64),
-                np.array([one.live_bytes for one in found], np.int64),
-                np.array([one.sealed for one in found], bool),
+            return segment_table(
+                (one.segment_id, one.slot, one.live_count, one.live_bytes, one.sealed)
+                for one in self.segment_set.by_slot.values()
             )
 
     def release(self, segment: int) -> bool:
         if not self._syncer.sync(self._settings.write_timeout_s):
             return False
-        if self.segment_set.release(segment) is not None:
+        if self.segment_set.release(segment):
             self._syncer.forget(segment)
         return True
 
@@ -186,7 +175,7 @@ class LogVolume:
         if not self._syncer.sync(timeout_s):
             return False
         with self.segment_set.files.descriptors.use():
-            if not self._medium.complete():  # what was durable is not any more
+            if not self._medium.intact(every_slot=True):  # what was durable is not any more
                 self.health.lose()
                 return False
         return self._syncer.is_proven
@@ -196,7 +185,8 @@ class LogVolume:
         found, self._contents = self._contents, None
         if since is not None:
             return no_contents(since)
-        entries = self.metadata.snapshot().all()
+        known = self.metadata.snapshot().all()
+        entries = [entry for entry in known if entry.kind not in OWN_KINDS]
         return no_contents(0, entries) if found is None else replace(found, metadata=entries)
 
     def set_limits(self, capacity_bytes: int | None, *, may_write: bool) -> None:
@@ -208,14 +198,15 @@ class LogVolume:
         segments.set_slots_max(capacity_bytes // self._settings.segment_bytes)
         if not segments.slots_max:
             self._give_back()
-        segments.trim()
+        else:
+            segments.trim()
 
     def maintain(self, is_quiet: Callable[[], bool]) -> float:
         health, settings = self.health, self._settings
         if health.lost or self._closed:
             return _LOOK_S
         with self.segment_set.files.descriptors.use():
-            if not (self._medium.intact() and self._medium.complete()):
+            if not self._medium.intact(every_slot=True):
                 health.lose()
             elif not health.breaker.closed:
                 self._try_out()
@@ -246,25 +237,6 @@ class LogVolume:
                 self.segment_set.by_slot.clear()  # reads fail from now on
             self._close_files()
 
-    def _open_metadata(self, mounted: Mounted) -> None:
-        """Read the metadata log, or make it before the superblock that says that there is one."""
-        log, label = self.metadata, mounted.medium.label
-        if mounted.is_new and mounted.settings.writable:
-            log.create()
-        elif not mounted.is_new:
-            log.load()
-            self.damage += [f"{label}: {text}" for text in log.damage]
-        if mounted.settings.writable and (mounted.is_new or self.damage):
-            mounted.medium.write_superblock(mounted.superblock)
-        if not log.is_whole:
-            raise FormatError(
-                label,
-                "the metadata is damaged in both copies: removed blocks may look alive",
-                hint=f"kvdepot check --repair {label}",
-            )
-        known = (entry.stamp for entry in log.known.all())
-        self._context.stamps.observe(max(mounted.superblock.opened, *known, 0))
-
     def _log_opening(self, found: Sequence[Recovered], seconds: float) -> None:
         label, damage = self._medium.label, self.damage
         scanned = sum(segment.scanned for segment in found)
@@ -282,39 +254,29 @@ class LogVolume:
         if len(damage) > _DAMAGE_LOGGED_MAX:
             _log.warning("damage: %s: %d in all", label, len(damage))
 
-    def _begin_writing(self, mounted: Mounted, found: Sequence[Recovered]) -> None:
-        """Keep the stamp at which writing begins, before any is given out; then go on with the
+    def _begin_writing(self, found: Sequence[Recovered]) -> None:
+        """Record the stamp at which writing begins, before any is given out; then go on with the
         newest open segment, and seal every other one.
         """
+        segments, metadata = self.segment_set, self.metadata
+        before = metadata.own(MetaKind.OPENED)
+        stamp = segments.stamps.open(before.stamp if before is not None else 0)
         try:
-            known = known_superblock(self._medium)
-            if known is not None:
-                opened = self._context.stamps.open(known.opened)
-                self._medium.write_superblock(replace(known, opened=opened))
+            metadata.put([MetaEntry(MetaKind.OPENED, b"", stamp, b"")])
+            segments.note_slots({*segments.by_slot, *segments.free})
+            metadata.sync()
         except OSError as error:
             self.health.breaker.failed(str(error.strerror), at_once=True)
         still_open = [recovered for recovered in found if not recovered.sealed]
         newest = max(still_open, key=lambda one: one.segment_id, default=None)
         for recovered in still_open:
-            segment = self.segment_set.by_slot[recovered.slot]
+            segment = segments.by_slot[recovered.slot]
             self._syncer.written({recovered.slot})  # a killed process may not have synced it
             segment.entries = [recovered.entries]
-            if recovered is newest and self.segment_set.has_room(segment, PAGE):
-                self.segment_set.active = segment
+            if recovered is newest and segments.has_room(segment, PAGE):
+                segments.active = segment
             else:
                 self._appender.finish(segment, sealed=True)
-
-    def _profile(self) -> Profile | None:
-        """How fast the volume is, if that was measured and kept."""
-        text = self.metadata.known.values(MetaKind.PROFILE).get(b"")
-        return Profile.parse(text) if text else None
-
-    def _keep(self, profile: Profile) -> None:
-        stamp = self._context.stamps.next()
-        self.put_meta([MetaEntry(MetaKind.PROFILE, b"", stamp, profile.pack())])
-
-    def _budget(self) -> WriteBudget:
-        return WriteBudget(int(self.wear.bucket_bytes), int(self.wear.level_bytes))
 
     def _details(self) -> dict[str, Any]:
         meter, segments = self.reader.meter, self.segment_set
@@ -331,18 +293,19 @@ class LogVolume:
         }
 
     def _give_back(self) -> None:
-        """Release all segments, and forget the metadata. Writes under way have their files until
-        they end, or until the time is over.
+        """Release and remove all segments, and delete the metadata. Writes under way keep their
+        files until they end, or until the timeout.
         """
         segments = self.segment_set
-        with segments.writes_done:
-            segments.writes_done.wait_for(
+        with segments.state_lock:
+            segments.state_lock.wait_for(
                 lambda: not any(one.writes for one in segments.by_slot.values()),
                 self._settings.write_timeout_s,
             )
-        for segment in self.segments().segments.tolist():
+        for segment in list(segments.by_slot):
             segments.release(segment)
             self._syncer.forget(segment)
+        segments.trim()
         try:
             if not self.health.lost:
                 self.metadata.clear()
@@ -364,21 +327,19 @@ class LogVolume:
         if self.reader.try_to_read():
             return
         try:
-            self._medium.read_superblock()
-        except OSError as error:
-            breaker.failed(str(error.strerror), at_once=True)
+            self._medium.read_headers()
+        except (OSError, FormatError) as error:
+            breaker.failed(str(error), at_once=True)
         else:
             breaker.succeeded()
 
     def _try_for_room(self) -> None:
-        """Ask a disk that had no room now and then. Nothing is reclaimed before it has some."""
+        """Try now and then whether a full disk has room again. Nothing is reclaimed before."""
         room = self.health.room
         if room.closed or not room.allows():
             return
         try:
-            known = known_superblock(self._medium)
-            if known is not None:
-                self._medium.write_superblock(known)
+            self._medium.write_superblock(self.segment_set.header)
         except OSError as error:
             self.health.write_failed(error)
         else:
@@ -387,6 +348,3 @@ class LogVolume:
     def _close_files(self) -> None:
         self.metadata.close()
         self._medium.close()
-
-
-assert HEAD_BYTES == PAGE

@@ -1,71 +1,70 @@
-"""Bytes written to a drive and, where it has a budget for a day, what may still be written.
+"""Counts the bytes written to a volume, and limits them if it has a budget for a day.
 
-The budget is kept in the drive's superblock, so that a store which restarts often does not begin
-anew each time. Ahead of the writes: a part is taken out of what is kept, then written, then the
-next part. After a crash what was taken and not written is lost; nothing is written twice.
+The budget is kept in the metadata log, so that a restart does not fill it. It is taken in parts
+ahead of the writes: a crash loses the part that was taken and not written, and the limit holds.
 """
 
+import struct
 import threading
-from dataclasses import replace
 from typing import Any, Final
 
 from kvdepot.core.clock import Clock
 from kvdepot.core.endurance import DAY_S, Endurance
+from kvdepot.core.metadata import MetaKind
 from kvdepot.io.breaker import Breaker
-from kvdepot.volumes.log.medium import Medium, known_superblock
+from kvdepot.volumes.log.metadata import MetadataLog
 
 _PARTS: Final = 64
-"""In how many parts a full bucket is taken, each with a write of the superblock."""
+"""A full bucket is taken in this many parts, each with a write of metadata."""
+_KEPT: Final = struct.Struct("<dd")
+_MOST: Final = 1e18
 
 
 class Wear:
-    """Of one drive. `take` and `keep` are called by one thread at a time, the rest by any."""
+    """Counts one volume's writes. One thread at a time calls `take` and `keep`."""
 
-    def __init__(self, medium: Medium, breaker: Breaker, daily_bytes: int, wall: Clock) -> None:
+    def __init__(
+        self, metadata: MetadataLog, breaker: Breaker, daily_bytes: int, wall: Clock
+    ) -> None:
         """`daily_bytes` may be written in a day, 0: no limit; `wall` goes on across restarts."""
         self.written_bytes = 0
-        self._medium = medium
+        self.limited = daily_bytes > 0
+        self._metadata = metadata
         self._breaker = breaker
         self._wall = wall
         self._opened_s = wall.now()
         self._lock = threading.Lock()
-        self._budget = self._kept(daily_bytes) if daily_bytes else None
-        self.limited = daily_bytes > 0
+        self._budget = Endurance.full(daily_bytes, self._opened_s)
+        entry = metadata.own(MetaKind.BUDGET)
+        if entry is not None and entry.value is not None and len(entry.value) == _KEPT.size:
+            level_bytes, at_s = _KEPT.unpack(entry.value)
+            if abs(level_bytes) < _MOST and 0 < at_s < _MOST:
+                at_s = min(at_s, self._opened_s)
+                self._budget = Endurance(daily_bytes, level_bytes, at_s)
         self._taken_bytes = 0.0
-        """Taken out of what the superblock says, and not written yet."""
-
-    def _kept(self, daily_bytes: int) -> Endurance:
-        """What the superblock says, where it does."""
-        known = known_superblock(self._medium)
-        if known is None or not known.budget_at_s:
-            return Endurance.full(daily_bytes, self._opened_s)
-        at_s = min(known.budget_at_s, self._opened_s)
-        found = Endurance(daily_bytes, known.budget_bytes, at_s)
-        found.fill(self._opened_s)
-        return found
+        """Taken from the kept budget, and not written yet."""
 
     @property
     def bucket_bytes(self) -> float:
-        """What may be written at once at most."""
-        return self._budget.bucket_bytes if self._budget else 0.0
+        """The most bytes that may be written at once."""
+        return self._budget.bucket_bytes
 
     @property
     def level_bytes(self) -> float:
-        """What may be written now; below 0 if too much was."""
-        if self._budget is None:
-            return 0.0
+        """Bytes that may be written now; below 0 if too many were."""
         with self._lock:
             self._budget.fill(self._wall.now())
             return self._budget.level_bytes
 
     @property
     def spent(self) -> bool:
-        """Whether nothing may be written for now."""
-        return self._budget is not None and self.level_bytes <= 0
+        """Nothing may be written for now."""
+        return self.limited and self.level_bytes <= 0
 
     def take(self, nbytes: int) -> None:
-        """Take bytes that are about to be written out of the budget."""
-        if self._budget is None:
+        """Count bytes that are about to be written."""
+        self.written_bytes += nbytes
+        if not self.limited:
             return
         with self._lock:
             self._budget.spend(nbytes, self._wall.now())
@@ -74,32 +73,21 @@ class Wear:
             self.keep(self._budget.bucket_bytes / _PARTS)
 
     def keep(self, taken_bytes: float = 0.0) -> None:
-        """Write down what is left, less what is taken ahead."""
-        if self._budget is None:
+        """Record the bytes that are left, less those taken ahead."""
+        if not self.limited:
             return
         left_bytes = self.level_bytes - taken_bytes
         try:
-            known = known_superblock(self._medium)
-            if known is not None:
-                at_s = self._budget.at_s
-                kept = replace(known, budget_bytes=left_bytes, budget_at_s=at_s)
-                self._medium.write_superblock(kept)
-                self._taken_bytes = taken_bytes
+            self._metadata.put_own(MetaKind.BUDGET, _KEPT.pack(left_bytes, self._budget.at_s))
+            self._taken_bytes = taken_bytes
         except OSError as error:
             self._breaker.failed(str(error.strerror))
-
-    def take_over(self, before: "Wear") -> None:
-        """Go on with the counts and the budget of the same drive before it was mounted again."""
-        self.written_bytes += before.written_bytes
-        self._opened_s = before._opened_s
-        if self._budget is not None:
-            self._budget.level_bytes = min(self._budget.level_bytes, before.level_bytes)
 
     def describe(self) -> dict[str, Any]:
         """In plain values, for stats."""
         day = max(self._wall.now() - self._opened_s, 1.0) / DAY_S
         facts = {"bytes": self.written_bytes, "bytes_per_day": round(self.written_bytes / day)}
-        if self._budget is None:
+        if not self.limited:
             return facts
         budget = {"daily_bytes": self._budget.daily_bytes, "bucket_bytes": self.bucket_bytes}
         budget["level_bytes"] = self.level_bytes

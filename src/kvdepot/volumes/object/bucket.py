@@ -1,15 +1,17 @@
-"""A bucket, or a shared folder, through obstore: bounded in time, counted, with errors as one kind.
+"""Requests to a bucket or a shared folder, through obstore. They are counted and end in time.
 
-No text of an answer goes into an error: it may repeat what was sent. Only the server's error code.
+Errors have the server's code and no text of its answer, which may repeat the credentials.
 """
 
 import configparser
+import contextlib
 import os
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 _RETRIES: Final = 3
 _BACKOFF_S: Final = (0.05, 1.0)
 _CONNECT_S: Final = 5.0
-_COALESCE_BYTES: Final = 1 << 20
 _CODE: Final = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _DENIED: Final = {
@@ -41,18 +42,22 @@ Answer = TypeVar("Answer")
 class BucketError(Exception):
     """A request failed. `reason` is short and holds nothing secret."""
 
-    def __init__(self, reason: str, *, missing: bool = False, exists: bool = False) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.missing = missing
-        """There is no such object."""
-        self.exists = exists
-        """It was to be created, and is there already."""
+
+
+class MissingObjectError(BucketError):
+    """There is no such object."""
+
+
+class ObjectExistsError(BucketError):
+    """An object with this path exists already."""
 
 
 @dataclass(slots=True)
 class Requests:
-    """What was asked of a bucket since it was opened, as providers bill it."""
+    """Requests to a bucket since it was opened, as providers bill them."""
 
     puts: int = 0
     gets: int = 0
@@ -62,7 +67,7 @@ class Requests:
     sent_bytes: int = 0
     received_bytes: int = 0
     meta_gets: int = 0
-    """Of `gets`: those of manifests, not of blocks."""
+    """Those of `gets` that were for manifests, not for blocks."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, **counts: int) -> None:
@@ -71,13 +76,13 @@ class Requests:
                 setattr(self, name, getattr(self, name) + count)
 
     def as_dict(self) -> dict[str, int]:
-        names = ("puts", "gets", "lists", "deletes", "failed", "sent_bytes", "received_bytes")
-        return {name: getattr(self, name) for name in (*names, "meta_gets")}
+        names = [one.name for one in fields(self) if one.name != "_lock"]
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An object as a listing tells of it."""
+    """An object in a listing."""
 
     path: str
     nbytes: int
@@ -89,6 +94,9 @@ class Bucket:
     """Objects by path. Thread-safe; every call blocks, for the time the client was given."""
 
     def __init__(self, reader: "ObjectStore", writer: "ObjectStore", label: str) -> None:
+        import obstore
+
+        self._obstore = obstore
         self._reader = reader
         self._writer = writer
         self.label = label
@@ -96,83 +104,47 @@ class Bucket:
 
     def create(self, path: str, body: bytes | Sequence[memoryview]) -> None:
         """Write an object that is not there yet. Parts of a body are sent from where they are."""
-        import obstore
-
-        size = len(body) if isinstance(body, bytes) else sum(map(len, body))
-        self._ask(
-            lambda: obstore.put(self._writer, path, body, mode="create", use_multipart=False),
-            puts=1,
-            sent_bytes=size,
-        )
+        self._put(path, body, mode="create")
 
     def overwrite(self, path: str, body: bytes) -> None:
-        import obstore
+        self._put(path, body)
 
-        self._ask(
-            lambda: obstore.put(self._writer, path, body, use_multipart=False),
-            puts=1,
-            sent_bytes=len(body),
-        )
+    def _put(self, path: str, body: bytes | Sequence[memoryview], **mode: Any) -> None:
+        size = len(body) if isinstance(body, bytes) else sum(map(len, body))
+        put = partial(self._obstore.put, self._writer, path, body, use_multipart=False, **mode)
+        self._ask(put, puts=1, sent_bytes=size)
 
     def get(self, path: str) -> bytes:
-        import obstore
-
         body = self._ask(
-            lambda: bytes(obstore.get(self._reader, path).bytes()), gets=1, meta_gets=1
+            lambda: bytes(self._obstore.get(self._reader, path).bytes()), gets=1, meta_gets=1
         )
         self.requests.add(received_bytes=len(body))
         return body
 
     def get_range(self, path: str, start: int, stop: int) -> memoryview:
-        """A part of an object; shorter where the object ends."""
-        import obstore
-
-        body = self._ask(
-            lambda: memoryview(obstore.get_range(self._reader, path, start=start, end=stop)), gets=1
-        )
+        """A part of an object; shorter if the object ends before `stop`."""
+        get = partial(self._obstore.get_range, self._reader, path, start=start, end=stop)
+        body = memoryview(self._ask(get, gets=1))
         self.requests.add(received_bytes=len(body))
         return body
 
-    def get_ranges(self, path: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Several parts of an object; those that lie near each other come in one request."""
-        import obstore
-
-        starts, ends = [start for start, _ in spans], [stop for _, stop in spans]
-        parts = self._ask(
-            lambda: obstore.get_ranges(
-                self._reader, path, starts=starts, ends=ends, coalesce=_COALESCE_BYTES
-            ),
-            gets=_runs(spans),
-        )
-        views = [memoryview(part) for part in parts]
-        self.requests.add(received_bytes=sum(map(len, views)))
-        return views
-
     def list_all(self, prefix: str) -> list[Listed]:
         """All objects below a prefix."""
-        import obstore
+        pages = self._ask(
+            lambda: list(self._obstore.list(self._reader, prefix, chunk_size=1000)), lists=1
+        )
+        self.requests.add(lists=max(0, len(pages) - 1))
+        return [
+            Listed(one["path"], one["size"], f"{one['e_tag']} {one['last_modified'].timestamp()}")
+            for page in pages
+            for one in page
+        ]
 
-        def ask() -> list[Listed]:
-            found = []
-            for page in obstore.list(self._reader, prefix, chunk_size=1000):
-                for one in page:
-                    version = f"{one['e_tag']} {one['last_modified'].timestamp()}"
-                    found.append(Listed(one["path"], one["size"], version))
-            return found
-
-        found = self._ask(ask, lists=1)
-        self.requests.add(lists=max(0, len(found) - 1) // 1000)
-        return found
-
-    def first_path(self) -> str | None:
+    def first_path(self, prefix: str | None = None) -> str | None:
         """Any one of the objects; None: there is none."""
-        return self._first_below(None)
-
-    def _first_below(self, prefix: str | None) -> str | None:
-        import obstore
 
         def ask() -> str | None:
-            pages = obstore.list(self._reader, prefix, chunk_size=1)
+            pages = self._obstore.list(self._reader, prefix, chunk_size=1)
             # A prefix that was made as a "folder" has an object without a name.
             return next((one["path"] for page in pages for one in page if one["path"]), None)
 
@@ -180,22 +152,16 @@ class Bucket:
 
     def folders(self, prefix: str) -> list[str]:
         """The names directly below a prefix that have objects below them."""
-        import obstore
-
         found = self._ask(
-            lambda: obstore.list_with_delimiter(self._reader, prefix)["common_prefixes"], lists=1
+            lambda: self._obstore.list_with_delimiter(self._reader, prefix)["common_prefixes"],
+            lists=1,
         )
         return [path.rstrip("/").rsplit("/", 1)[-1] for path in found]
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects; those that are gone already are no error."""
-        import obstore
-
-        try:
-            self._ask(lambda: obstore.delete(self._writer, list(paths)), deletes=len(paths))
-        except BucketError as error:
-            if not error.missing:
-                raise
+        with contextlib.suppress(MissingObjectError):
+            self._ask(partial(self._obstore.delete, self._writer, list(paths)), deletes=len(paths))
 
     def _ask(self, work: Callable[[], Answer], **counts: int) -> Answer:
         from obstore.exceptions import AlreadyExistsError, BaseError
@@ -204,10 +170,10 @@ class Bucket:
         try:
             return work()
         except FileNotFoundError as error:
-            raise BucketError("there is no such object", missing=True) from error
+            raise MissingObjectError("there is no such object") from error
         except AlreadyExistsError as error:
             self.requests.add(failed=1)
-            raise BucketError("the object exists already", exists=True) from error
+            raise ObjectExistsError("the object exists already") from error
         except (BaseError, OSError, ValueError) as error:
             self.requests.add(failed=1)
             raise BucketError(_reason(error)) from None
@@ -216,31 +182,24 @@ class Bucket:
 class FolderBucket(Bucket):
     """Objects are files below a folder, which `label` names."""
 
-    def first_path(self) -> str | None:
+    def first_path(self, prefix: str | None = None) -> str | None:
         """A new filesystem is empty: only root may look into its `lost+found`."""
+        if prefix is not None:
+            return super().first_path(prefix)
         folder = Path(self.label.split("://", 1)[1])
         try:
             names = sorted(set(os.listdir(folder)) - {LOST_AND_FOUND})
         except OSError as error:
             raise BucketError(_reason(error)) from error
         for name in names:
-            is_folder = (folder / name).is_dir()
-            if found := self._first_below(name) if is_folder else name:
+            found = self.first_path(name) if (folder / name).is_dir() else name
+            if found:
                 return found
         return None
 
 
-def _runs(spans: Sequence[tuple[int, int]]) -> int:
-    """How many requests ranges come in."""
-    count, end = 0, -_COALESCE_BYTES - 1
-    for start, stop in sorted(spans):
-        count += start - end > _COALESCE_BYTES
-        end = max(end, stop)
-    return count
-
-
 def _reason(error: Exception) -> str:
-    """What went wrong, in a few words that cannot hold a secret."""
+    """A short text for an error, without secrets."""
     text = str(error)
     for pattern in (_CODE, _STATUS):
         found = pattern.search(text)
@@ -257,7 +216,7 @@ def _reason(error: Exception) -> str:
 
 
 def open_bucket(config: ObjectConfig) -> Bucket:
-    """The bucket that a configuration names. Asks nothing of it yet."""
+    """The bucket that a configuration names. Sends no request yet."""
     try:
         from obstore.exceptions import BaseError
         from obstore.store import LocalStore, S3Store
@@ -305,7 +264,7 @@ def open_bucket(config: ObjectConfig) -> Bucket:
 
 
 def _credentials(config: ObjectConfig, *, needed: bool) -> dict[str, str]:
-    """Credentials of a profile, where one is named or the environment has none."""
+    """The credentials of a profile, if one is named or the environment has none."""
     if not (needed or config.profile or config.credentials_file):
         return {}
     file = config.credentials_file or Path.home() / ".aws" / "credentials"
@@ -328,7 +287,7 @@ def _credentials(config: ObjectConfig, *, needed: bool) -> dict[str, str]:
 
 
 def explain(error: BucketError, config: ObjectConfig) -> ConfigError:
-    """Why a bucket could not be opened, and what to do about it."""
+    """The error for a bucket that could not be opened, with a hint."""
     code = error.reason.rsplit(" ", 1)[-1]
     if code in _DENIED or "credentials" in error.reason:
         return ConfigError(

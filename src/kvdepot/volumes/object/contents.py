@@ -1,18 +1,18 @@
-"""What lies in the bucket, as far as this node knows: data objects, their records, removals.
+"""The content of the bucket as this node knows it: data objects, their records, metadata.
 
-In memory only, guarded by one lock; lookups and facts never ask the bucket.
+It is kept in memory, guarded by one lock: lookups and facts never send a request.
 """
 
 import itertools
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import StampClock
-from kvdepot.core.metadata import MetaEntry, MetaKind, Tombstone
+from kvdepot.core.metadata import Metadata, MetaEntry, MetaKind, Tombstone, surviving
 from kvdepot.core.volume import (
     SEGMENT_SHIFT,
     SEGMENTS_MAX,
@@ -23,9 +23,11 @@ from kvdepot.core.volume import (
     no_contents,
     page_of,
     segment_of,
+    segment_table,
 )
 from kvdepot.format.record import PAGE, record_bytes, record_sizes
 from kvdepot.volumes.object.manifest import Listing, Records
+from kvdepot.volumes.records import newest_records
 
 
 @dataclass(slots=True, eq=False)
@@ -37,13 +39,18 @@ class DataObject:
     """The writer that may delete it."""
     slot: int
     order: int
-    """Rises with the time at which this node learned of it."""
+    """Objects are numbered in the order in which this node found them."""
     live_count: int = 0
     live_bytes: int = 0
 
     @property
     def path(self) -> str:
         return self.listing.path
+
+    @property
+    def places(self) -> Ints:
+        places: Ints = (self.slot << SEGMENT_SHIFT) + self.listing.records["page"].astype(np.int64)
+        return places
 
 
 class BucketContents:
@@ -55,23 +62,23 @@ class BucketContents:
         self._stamps = stamps
         self.lock = threading.Lock()
         self.objects: dict[str, DataObject] = {}
-        """By path."""
+        """Keyed by path."""
         self.held_bytes = 0
         self.own_bytes = 0
         self.used_bytes = 0
         self._slots: dict[int, DataObject] = {}
         self._next_slot = 1
         self._orders = itertools.count(1)
-        self._tombstones: dict[bytes, Tombstone] = {}
+        self._metadata = Metadata()
         self._come: list[DataObject] = []
         self._gone: list[tuple[Array, Array]] = []
-        self._learnt: list[MetaEntry] = []
-        """Tombstones and descriptions of other nodes that the store does not know yet."""
+        self._learned: list[MetaEntry] = []
+        """Metadata to be reported to the store."""
 
     def add(self, listing: Listing, owner: str, *, appended: bool = False) -> DataObject | None:
-        """An object is known from now on; its records are new to the store unless it appended them.
+        """Add an object. Its records are reported to the store unless the store `appended` them.
 
-        None: it is known, or there are too many of them.
+        None: it is known, or there are too many objects.
         """
         with self.lock:
             if listing.path in self.objects or len(self._slots) >= SEGMENTS_MAX - 1:
@@ -80,184 +87,145 @@ class BucketContents:
                 self._next_slot = self._next_slot % (SEGMENTS_MAX - 1) + 1
             slot = self._next_slot
             self._next_slot = slot % (SEGMENTS_MAX - 1) + 1
-            one = DataObject(listing, owner, slot, next(self._orders))
-            self.objects[listing.path] = self._slots[slot] = one
+            added = DataObject(listing, owner, slot, next(self._orders))
+            self.objects[listing.path] = self._slots[slot] = added
             self.held_bytes += listing.nbytes
             self.own_bytes += listing.nbytes if owner == self.writer else 0
+            records = listing.records
             if appended:
-                self._count(one, len(listing.records), int(_sizes(listing.records).sum()))
+                nbytes = int(record_sizes(records["payload"]).sum())
+                self._count(added, len(records), nbytes)
             else:
-                self._come.append(one)
-            if len(listing.records):
-                self._stamps.observe(int(listing.records["stamp"].max()))
-            return one
+                self._come.append(added)
+            if len(records):
+                self._stamps.observe(int(records["stamp"].max()))
+            return added
 
     def own(self, path: str, owner: str) -> None:
-        """An object has another owner."""
+        """Change the owner of an object."""
         with self.lock:
-            one = self.objects.get(path)
-            if one is not None and one.owner != owner:
-                sign = (owner == self.writer) - (one.owner == self.writer)
-                self.own_bytes += sign * one.listing.nbytes
-                one.owner = owner
+            known = self.objects.get(path)
+            if known is not None and known.owner != owner:
+                sign = (owner == self.writer) - (known.owner == self.writer)
+                self.own_bytes += sign * known.listing.nbytes
+                known.owner = owner
 
-    def drop(self, path: str, *, told: bool = True) -> DataObject | None:
-        """An object is gone. `told`: the store must be told of it."""
+    def drop(self, path: str, *, report: bool = True) -> None:
+        """Forget an object. `report` it to the store with the next call of `take`."""
         with self.lock:
-            one = self.objects.pop(path, None)
-            if one is None:
-                return None
-            del self._slots[one.slot]
-            self.held_bytes -= one.listing.nbytes
-            self.own_bytes -= one.listing.nbytes if one.owner == self.writer else 0
-            self.used_bytes -= one.live_bytes
-            if one in self._come:
-                self._come.remove(one)
-            elif told:
-                self._gone.append((one.listing.records["key"], _places(one)))
-            return one
+            known = self.objects.pop(path, None)
+            if known is None:
+                return
+            del self._slots[known.slot]
+            self.held_bytes -= known.listing.nbytes
+            self.own_bytes -= known.listing.nbytes if known.owner == self.writer else 0
+            self.used_bytes -= known.live_bytes
+            if known in self._come:
+                self._come.remove(known)
+            elif report:
+                self._gone.append((known.listing.records["key"], known.places))
 
     def at(self, place: int) -> DataObject | None:
         return self._slots.get(segment_of(place))
 
     def tokens(self, key: BlockKey, place: int) -> bytes | None:
         """Token ids of the record at a place, empty if they are unknown; None: it is not there."""
-        one, page = self.at(place), page_of(place)
-        if one is None:
+        known, page = self.at(place), page_of(place)
+        if known is None:
             return None
-        records = one.listing.records
+        records = known.listing.records
         there = records["key"][records["page"] == page]
-        return one.listing.tokens.get(page, b"") if there.tobytes() == key else None
+        return known.listing.tokens.get(page, b"") if there.tobytes() == key else None
 
     def discard(self, places: Ints, payload_bytes: Ints) -> None:
         with self.lock:
             sizes = record_sizes(payload_bytes).tolist()
             for place, nbytes in zip(places.tolist(), sizes, strict=True):
-                one = self._slots.get(segment_of(place))
-                if one is not None and one.live_count:
-                    self._count(one, -1, -nbytes)
+                known = self._slots.get(segment_of(place))
+                if known is not None and known.live_count:
+                    self._count(known, -1, -nbytes)
 
-    def _count(self, one: DataObject, count: int, nbytes: int) -> None:
-        one.live_count += count
-        one.live_bytes += nbytes
+    def _count(self, known: DataObject, count: int, nbytes: int) -> None:
+        known.live_count += count
+        known.live_bytes += nbytes
         self.used_bytes += nbytes
 
     def segments(self) -> SegmentTable:
         """Objects, oldest first; those of this writer are sealed: it may release them."""
         with self.lock:
-            found = sorted(self.objects.values(), key=lambda one: one.order)
-            return SegmentTable(
-                np.array([one.slot for one in found], np.int64),
-                np.array([one.order for one in found], np.int64),
-                np.array([one.live_count for one in found], np.int64),
-                np.array([one.live_bytes for one in found], np.int64),
-                np.array([one.owner == self.writer for one in found], bool),
+            return segment_table(
+                (one.order, one.slot, one.live_count, one.live_bytes, one.owner == self.writer)
+                for one in self.objects.values()
             )
 
-    def own_objects(self) -> list[DataObject]:
-        """Objects of this writer, oldest first."""
+    def owned_by(self, *, others: bool = False) -> list[DataObject]:
+        """Objects of this writer, or of all others, oldest first."""
         with self.lock:
-            found = [one for one in self.objects.values() if one.owner == self.writer]
-            return sorted(found, key=lambda one: one.order)
+            objects = self.objects.values()
+            wanted = [one for one in objects if (one.owner != self.writer) == others]
+            return sorted(wanted, key=lambda one: one.order)
 
-    def bury(self, tombstones: Iterable[Tombstone], *, told: bool) -> bool:
-        """Records were removed. `told`: by another node, the store must be told.
-
-        Returns whether one of them is new.
+    def learn(self, entries: Iterable[MetaEntry], *, report: bool) -> bool:
+        """Add metadata. `report` it to the store with the next call of `take`. Returns True if a
+        tombstone is new.
         """
-        fresh = False
+        removes = False
         with self.lock:
-            for one in tombstones:
-                known = self._tombstones.get(one.name)
-                if known is not None and known.below >= one.below:
+            for entry in entries:
+                if not self._metadata.is_news(entry):
                     continue
-                self._tombstones[one.name] = one
-                self._stamps.observe(max(one.below, one.recorded))
-                fresh = True
-                if told:
-                    self._learnt.append(one.entry)
-        return fresh
+                self._metadata.add(entry)
+                stone = Tombstone.parse(entry) if entry.kind is MetaKind.TOMBSTONE else None
+                self._stamps.observe(max(entry.stamp, stone.below if stone else 0))
+                removes |= stone is not None
+                if report:
+                    self._learned.append(entry)
+        return removes
 
-    def learn(self, descriptions: Mapping[bytes, bytes]) -> None:
-        """Another node says what these tags stand for."""
-        with self.lock:
-            self._learnt += [
-                MetaEntry(MetaKind.NAMESPACE, tag, 0, text) for tag, text in descriptions.items()
-            ]
-
-    def tombstones(self) -> list[Tombstone]:
-        """Removals that any node still tells of."""
-        with self.lock:
-            return list(self._tombstones.values())
-
-    def forget_tombstones(self, kept: Collection[bytes]) -> None:
-        """Only tombstones of these names are still told by any node."""
-        with self.lock:
-            self._tombstones = {name: one for name, one in self._tombstones.items() if name in kept}
+    def forget_tombstones(self, kept: Callable[[], Collection[bytes]]) -> None:
+        """Drop all tombstones but `kept`, whose names are in manifests."""
+        with self.lock:  # else one that is published now would be forgotten
+            names, stones = kept(), self._metadata.tombstones
+            self._metadata.tombstones = {name: stones[name] for name in stones if name in names}
 
     def standing(self, records: Records) -> Array:
-        """Which records no removal covers."""
+        """A mask: True for records that no tombstone covers."""
         with self.lock:
             return self._standing(records)
 
     def _standing(self, records: Records) -> Array:
-        keep = np.ones(len(records), dtype=bool)
-        if not self._tombstones:
-            return keep
-        keys, stamps = records["key"].tobytes(), records["stamp"].tolist()
-        for index, stamp in enumerate(stamps):
-            key = keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-            for name in (key, key[:TAG_BYTES]):
-                found = self._tombstones.get(name)
-                if found is not None and stamp < found.below:
-                    keep[index] = False
+        keep = np.zeros(len(records), dtype=bool)
+        stamps = records["stamp"].astype(np.int64)
+        keep[surviving(records["key"], stamps, self._metadata.tombstones)] = True
         return keep
 
     def take(self, token: int) -> Contents:
-        """What has come and gone since the last call, and what other nodes told."""
+        """Objects added and dropped since the last call, and metadata to be reported."""
         with self.lock:
             come, self._come = self._come, []
             gone, self._gone = self._gone, []
-            learnt, self._learnt = self._learnt, []
-            if not (come or gone or learnt):
-                return no_contents(token)
-            contents = self._contents(come, token)
+            learned, self._learned = self._learned, []
+            contents = self._newest(come) if come else no_contents()
         if gone:
             words = np.concatenate([keys for keys, _ in gone])
             places = np.concatenate([places for _, places in gone])
             contents = replace(contents, gone_words=words, gone_places=places)
-        return replace(contents, metadata=learnt)
+        return replace(contents, token=token, metadata=learned)
 
-    def _contents(self, come: list[DataObject], token: int) -> Contents:
+    def _newest(self, come: list[DataObject]) -> Contents:
         """The newest record of each key that is not removed; they count as in use."""
-        if not come:
-            return no_contents(token)
         records = np.concatenate([one.listing.records for one in come])
-        places = np.concatenate([_places(one) for one in come])
-        standing = np.flatnonzero(self._standing(records))
-        order = standing[np.argsort(records["stamp"][standing], kind="stable")]
-        flat = np.ascontiguousarray(records["key"][order]).view("V32").reshape(-1)
-        _, first = np.unique(flat[::-1], return_index=True)
-        order = order[np.sort(len(order) - 1 - first)]
-        words = np.ascontiguousarray(records["key"][order]).astype(np.uint64, copy=False)
-        sizes = _sizes(records[order]).tolist()
-        for place, nbytes in zip(places[order].tolist(), sizes, strict=True):
+        places = np.concatenate([one.places for one in come])
+        keep = self._standing(records)
+        records, places = records[keep], places[keep]
+        found = newest_records(records["key"], places, records["payload"], records["stamp"])
+        sizes = record_sizes(found.payload_bytes).tolist()
+        for place, nbytes in zip(found.places.tolist(), sizes, strict=True):
             self._count(self._slots[segment_of(place)], 1, nbytes)
-        payload_bytes = records["payload"][order].astype(np.int64)
-        stamps = records["stamp"][order].astype(np.int64)
-        return Contents(words, places[order], payload_bytes, stamps, token)
-
-
-def _sizes(records: Records) -> Ints:
-    return record_sizes(records["payload"].astype(np.int64))
-
-
-def _places(one: DataObject) -> Ints:
-    places: Ints = (one.slot << SEGMENT_SHIFT) + one.listing.records["page"].astype(np.int64)
-    return places
+        return found
 
 
 def span_of(place: int, payload_bytes: int) -> tuple[int, int]:
-    """Where in its object a record begins and ends."""
+    """Start and end of a record in its object."""
     start = page_of(place) * PAGE
     return start, start + record_bytes(payload_bytes)

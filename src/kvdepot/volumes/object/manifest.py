@@ -1,20 +1,20 @@
-"""Manifests: small immutable objects that say what lies in a writer's data objects.
+"""Manifests: small immutable objects that list the contents of a writer's data objects.
 
-    meta/format                                     what this is, and which version
-    meta/alive/WRITER                               written again and again while a writer lives
-    meta/writers/WRITER                             there while data objects of a writer may be
+    meta/format                                     kind of depot and version
+    meta/alive/WRITER                               written periodically while a writer lives
+    meta/writers/WRITER                             exists while a writer may have data objects
     meta/index/WRITER/FIRST-LAST-GENERATION         a manifest
     data/WRITER/NUMBER                              records, one after the other
-    data/WRITER/probe                               by which a writer measures the bucket
+    data/WRITER/probe                               used to measure the bucket
 
-WRITER is 16 hexadecimal digits, a number 12. Nothing else below `data/` and `meta/` is ours: other
-programs, and depots below this one's prefix, may have it, and it is never deleted.
+WRITER has 16 hexadecimal digits, a number 12. All other objects below `data/` and `meta/` belong to
+other programs, or to depots below this one's prefix. They are never deleted.
 
 A writer numbers its manifests. One that covers the numbers of others and has a higher generation
-replaces them: so manifests are merged and blocks leave them, without anything being overwritten.
+replaces them. So manifests are merged and blocks leave them, and no object is overwritten.
 
 A manifest: magic, version, checksum of the rest, bytes of the JSON, rows; the JSON (data objects,
-tombstones, descriptions of namespaces, token ids); 56 bytes for each record. All little-endian.
+metadata, token ids); 56 bytes for each record. All little-endian.
 """
 
 import json
@@ -28,8 +28,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.core.metadata import Tombstone
-from kvdepot.format.record import HEAD_BYTES, PAGE
+from kvdepot.core.clock import STAMP_MAX
+from kvdepot.core.metadata import Metadata, MetaEntry, MetaKind, Tombstone
+from kvdepot.format.record import HEAD_BYTES, PAGE, SIZE_MAX
 from kvdepot.native import checksum
 
 VERSION: Final = 2
@@ -39,15 +40,21 @@ WRITERS: Final = "meta/writers/"
 INDEX: Final = "meta/index/"
 DATA: Final = "data/"
 PROBE: Final = "probe"
+KINDS: Final = frozenset({MetaKind.NAMESPACE, MetaKind.TOMBSTONE})
+"""Metadata that a bucket keeps. Other kinds belong to one node."""
 _HEADER: Final = struct.Struct("<4sHHQII")
 _MAGIC: Final = b"KVDM"
 ROW: Final = np.dtype(
     [("key", "<u8", 4), ("page", "<u4"), ("zero", "<u4"), ("payload", "<u8"), ("stamp", "<u8")]
 )
 _NUMBER_DIGITS: Final = 12
-_WRITER_DIGITS: Final = 16
-_WRITER: Final = re.compile(f"[0-9a-f]{{{_WRITER_DIGITS}}}")
+_WRITER: Final = re.compile("[0-9a-f]{16}")
 _NUMBER: Final = re.compile(f"[0-9a-f]{{{_NUMBER_DIGITS}}}")
+_NAME: Final = re.compile(f"{INDEX}({_WRITER.pattern})/" + "-".join([f"({_NUMBER.pattern})"] * 3))
+_INVALID: Final = (
+    ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
+"""Exceptions while the fields of a manifest are parsed."""
 Records = npt.NDArray[Any]
 """Rows of ROW: the records of one data object."""
 
@@ -75,14 +82,14 @@ class DamagedManifestError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
-    """What a manifest says of one data object."""
+    """One data object in a manifest."""
 
     path: str
     nbytes: int
     created_s: int
     records: Records
     tokens: Mapping[int, bytes] = field(default_factory=dict)
-    """Token ids of records, by page, as far as they are known."""
+    """Token ids of records, by page, if they are known."""
 
     def only(self, kept: npt.NDArray[np.bool_]) -> "Listing":
         """The same object with these of its records."""
@@ -92,93 +99,102 @@ class Listing:
 
 
 @dataclass(slots=True)
-class Entry:
-    """What one manifest holds."""
+class Manifest:
+    """The content of one manifest."""
 
     objects: list[Listing] = field(default_factory=list)
-    tombstones: list[Tombstone] = field(default_factory=list)
-    descriptions: dict[bytes, bytes] = field(default_factory=dict)
+    metadata: list[MetaEntry] = field(default_factory=list)
 
     def __len__(self) -> int:
-        records = sum(len(one.records) for one in self.objects)
-        return records + len(self.tombstones) + len(self.descriptions)
+        return sum(len(one.records) for one in self.objects) + len(self.metadata)
+
+    @property
+    def paths(self) -> list[str]:
+        return [one.path for one in self.objects]
 
     @classmethod
-    def joined(cls, parts: Iterable["Entry"]) -> "Entry":
-        whole = cls()
+    def joined(cls, parts: Iterable["Manifest"]) -> "Manifest":
+        """All objects of these manifests, and of their metadata the newest of each name."""
+        whole, known = cls(), Metadata()
         for part in parts:
             whole.objects += part.objects
-            whole.tombstones += part.tombstones
-            whole.descriptions |= part.descriptions
+            for entry in part.metadata:
+                known.add(entry)
+        whole.metadata = known.all()
         return whole
 
     def pack(self) -> bytes:
-        told = json.dumps(
+        text = json.dumps(
             {
                 "objects": [
                     [one.path, one.nbytes, one.created_s, len(one.records)] for one in self.objects
                 ],
-                "removals": [[one.name.hex(), one.below, one.recorded] for one in self.tombstones],
-                "namespaces": {
-                    tag.hex(): text.hex() for tag, text in sorted(self.descriptions.items())
-                },
+                "metadata": [
+                    [one.kind, one.name.hex(), one.stamp, _hex(one.value)] for one in self.metadata
+                ],
                 "tokens": {
-                    one.path: {str(page): b64encode(ids).decode() for page, ids in told}
+                    one.path: {str(page): b64encode(ids).decode() for page, ids in known}
                     for one in self.objects
-                    if (told := sorted(one.tokens.items()))
+                    if (known := sorted(one.tokens.items()))
                 },
             },
             separators=(",", ":"),
         ).encode()
         rows = b"".join(one.records.tobytes() for one in self.objects)
-        body = told + rows
         count = len(rows) // ROW.itemsize
-        return _HEADER.pack(_MAGIC, VERSION, 0, checksum(body), len(told), count) + body
+        header = _HEADER.pack(_MAGIC, VERSION, 0, checksum(text + rows), len(text), count)
+        return header + text + rows
 
     @classmethod
-    def parse(cls, image: bytes) -> "Entry":
+    def parse(cls, image: bytes) -> "Manifest":
+        """Raises DamagedManifestError, also if the fields of an intact manifest are invalid."""
         if len(image) < _HEADER.size:
-            raise DamagedManifestError("too short")
-        magic, version, _, digest, told_bytes, count = _HEADER.unpack_from(image)
+            raise DamagedManifestError("it is too short")
+        magic, version, _, digest, text_bytes, count = _HEADER.unpack_from(image)
         body = image[_HEADER.size :]
         if magic != _MAGIC or version != VERSION:
-            raise DamagedManifestError(f"of version {version}, which this program does not know")
-        if len(body) != told_bytes + count * ROW.itemsize or checksum(body) != digest:
-            raise DamagedManifestError("damaged")
+            raise DamagedManifestError(f"it has version {version}, this program reads {VERSION}")
+        if len(body) != text_bytes + count * ROW.itemsize or checksum(body) != digest:
+            raise DamagedManifestError("it does not match its checksum")
         try:
-            return cls._of(json.loads(body[:told_bytes]), np.frombuffer(body[told_bytes:], ROW))
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
-            raise DamagedManifestError("makes no sense") from error
+            return cls._of(json.loads(body[:text_bytes]), np.frombuffer(body[text_bytes:], ROW))
+        except _INVALID as error:
+            raise DamagedManifestError("its fields are invalid") from error
 
     @classmethod
-    def _of(cls, told: dict[str, Any], rows: Records) -> "Entry":
-        entry, at = cls(), 0
-        for path, nbytes, created_s, count in told["objects"]:
-            records = rows[at : at + int(count)]
-            at += int(count)
+    def _of(cls, fields: dict[str, Any], rows: Records) -> "Manifest":
+        manifest, start = cls(), 0
+        if (rows["stamp"] > STAMP_MAX).any() or (rows["payload"] > SIZE_MAX).any():
+            raise ValueError("a record is out of range")
+        for path, nbytes, created_s, count in fields["objects"]:
+            records = rows[start : start + int(count)]
+            start += len(records)
             ends = records["page"].astype(np.int64) * PAGE + HEAD_BYTES
-            if writer_of_data(str(path)) is None or (ends > int(nbytes)).any():
+            if writer_of_data(path) is None or len(records) != count or (ends > int(nbytes)).any():
                 raise ValueError(path)
-            tokens = {
-                int(page): b64decode(ids)
-                for page, ids in told.get("tokens", {}).get(path, {}).items()
-            }
-            entry.objects.append(Listing(str(path), int(nbytes), int(created_s), records, tokens))
-        if at != len(rows):
+            known = fields["tokens"].get(path, {}).items()
+            tokens = {int(page): b64decode(ids) for page, ids in known}
+            manifest.objects.append(Listing(path, int(nbytes), int(created_s), records, tokens))
+        if start != len(rows):
             raise ValueError("rows of no object")
-        for name, below, recorded in told["removals"]:
-            stone = Tombstone(bytes.fromhex(name), int(below), int(recorded))
-            if not stone.is_valid:
+        for kind, name, stamp, text in fields["metadata"]:
+            value = None if text is None else bytes.fromhex(text)
+            entry = MetaEntry(MetaKind(kind), bytes.fromhex(name), int(stamp), value)
+            is_stone = entry.kind is MetaKind.TOMBSTONE
+            if not entry.is_valid or (is_stone and Tombstone.parse(entry) is None):
                 raise ValueError(name)
-            entry.tombstones.append(stone)
-        for tag, text in told["namespaces"].items():
-            entry.descriptions[bytes.fromhex(tag)] = bytes.fromhex(text)
-        return entry
+            if entry.kind in KINDS:
+                manifest.metadata.append(entry)
+        return manifest
+
+
+def _hex(value: bytes | None) -> str | None:
+    return None if value is None else value.hex()
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ManifestName:
-    """Where a manifest lies, and which ones it replaces."""
+    """The path of a manifest. Shows which manifests it replaces."""
 
     writer: str
     first: int
@@ -193,13 +209,11 @@ class ManifestName:
     @classmethod
     def parse(cls, path: str) -> "ManifestName | None":
         """None: it is no manifest."""
-        parts = path.removeprefix(INDEX).split("/")
-        if not path.startswith(INDEX) or len(parts) != 2 or not _WRITER.fullmatch(parts[0]):
+        found = _NAME.fullmatch(path)
+        if found is None:
             return None
-        numbers = parts[1].split("-")
-        if len(numbers) != 3 or not all(map(_NUMBER.fullmatch, numbers)):
-            return None
-        return cls(parts[0], *(int(one, 16) for one in numbers))
+        writer, first, last, generation = found.groups()
+        return cls(writer, int(first, 16), int(last, 16), int(generation, 16))
 
     def replaces(self, other: "ManifestName") -> bool:
         return (
@@ -211,16 +225,10 @@ class ManifestName:
 
 
 def in_force(names: Sequence[ManifestName]) -> list[ManifestName]:
-    """Those that no other one replaces. Of one writer each with its own."""
+    """The manifests that no other one replaces."""
     by_writer: dict[str, list[ManifestName]] = {}
-    for name in names:
-        by_writer.setdefault(name.writer, []).append(name)
-    found: list[ManifestName] = []
-    for some in by_writer.values():
-        some.sort(key=lambda name: -name.generation)
-        kept: list[ManifestName] = []
-        for name in some:
-            if not any(other.replaces(name) for other in kept):
-                kept.append(name)
-        found += kept
-    return found
+    for name in sorted(names, key=lambda one: -one.generation):
+        kept = by_writer.setdefault(name.writer, [])
+        if not any(other.replaces(name) for other in kept):
+            kept.append(name)
+    return [name for kept in by_writer.values() for name in kept]

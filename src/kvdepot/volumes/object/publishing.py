@@ -1,8 +1,8 @@
 """A writer's own manifests: published together, merged, and rewritten as blocks leave them.
 
-What was published is durable and seen by every node at its next refresh. A data object is deleted
-only a grace period after the manifest that lists it was replaced, so that a reader that has begun
-comes to its end.
+A published manifest is durable, and every node reads it at its next refresh. A data object is
+deleted a grace period after the manifest that lists it was replaced, so that reads under way can
+end.
 """
 
 import threading
@@ -11,29 +11,29 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvdepot.core.clock import Clock
-from kvdepot.core.metadata import Tombstone
+from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.volumes.object.bucket import Bucket, BucketError
 from kvdepot.volumes.object.contents import BucketContents
-from kvdepot.volumes.object.manifest import Entry, ManifestName
+from kvdepot.volumes.object.manifest import Manifest, ManifestName
 
 _MERGED_ROWS: Final = 4096
-"""A manifest with so many rows is not merged with others any more."""
+"""A manifest with this many rows is not merged with others any more."""
 _SMALL_MAX: Final = 4
 """There are never more small ones than this."""
 
 
 @dataclass(slots=True)
 class Submission:
-    """Something to publish, and whether it was."""
+    """A manifest that waits to be published, and the result."""
 
-    entry: Entry
+    manifest: Manifest
     done: bool = False
     error: BucketError | None = None
 
 
 @dataclass(slots=True)
 class Trash:
-    """Objects that nothing refers to any more. Thread-safe."""
+    """Objects that are deleted after a grace period. Thread-safe."""
 
     clock: Clock
     grace_s: float
@@ -46,26 +46,30 @@ class Trash:
             for path in paths:
                 self._due.setdefault(path, due_s)
 
+    def keep(self, paths: Iterable[str]) -> None:
+        """Do not delete these objects."""
+        with self._lock:
+            for path in paths:
+                self._due.pop(path, None)
+
     def __contains__(self, path: str) -> bool:
         return path in self._due
 
-    def __len__(self) -> int:
-        return len(self._due)
+    def paths(self) -> list[str]:
+        return list(self._due)
 
     def empty(self, bucket: Bucket) -> None:
-        """Delete what was thrown away a grace period ago."""
+        """Delete the objects whose grace period is over. Raises BucketError."""
         now_s = self.clock.now()
         with self._lock:
             due = [path for path, due_s in self._due.items() if due_s <= now_s]
         if due:
             bucket.delete(due)
-        with self._lock:
-            for path in due:
-                self._due.pop(path, None)
+            self.keep(due)
 
 
 class OwnManifests:
-    """What this writer has published. Thread-safe; one request to publish at a time."""
+    """The manifests of this writer. Thread-safe; one manifest is written at a time."""
 
     def __init__(
         self, bucket: Bucket, contents: BucketContents, trash: Trash, tombstone_age_s: float
@@ -74,124 +78,93 @@ class OwnManifests:
         self._contents = contents
         self._trash = trash
         self._tombstone_age_s = tombstone_age_s
-        """How long a removal is kept; 0: for good."""
-        self._writer = contents.writer
+        """Age at which tombstones are dropped; 0: never."""
         self._lock = threading.Lock()
         """Held while a manifest is written."""
         self._queue_lock = threading.Lock()
+        """Over the three that follow; held for an instant."""
         self._queue: list[Submission] = []
-        self._untold: dict[bytes, bytes] = {}
-        """Descriptions of namespaces that go out with the next manifest."""
-        self._entries: dict[ManifestName, Entry] = {}
+        self._described: dict[bytes, MetaEntry] = {}
+        """Descriptions of namespaces that go out with the next manifest, by tag."""
+        self._dropped: set[str] = set()
+        """Data objects that are to leave their manifests, and then the bucket."""
+        self.in_force: dict[ManifestName, Manifest] = {}
+        """Changed only with `_lock`. A new manifest is added before those that it replaces go."""
         self._number = 0
         self._generation = 0
         self._dirty: set[ManifestName] = set()
-        self._dropped: set[str] = set()
-        """Data objects that are to leave their manifests, and then the bucket."""
-        self.published: Callable[[], object] = bool
-        """Called when other nodes can see something new."""
+        self.on_published: Callable[[], object] = bool
+        """Called after each manifest that was written."""
 
     def names(self) -> tuple[list[ManifestName], int]:
-        """All that are in force, and the last generation given out; none is being written."""
-        with self._lock:
-            return list(self._entries), self._generation
-
-    def publish(self, entry: Entry) -> None:
-        """Make an entry known to all, together with what other threads publish now.
-
-        Raises BucketError.
+        """All manifests in force, and the last generation used. Waits for one that is being
+        written.
         """
-        mine = Submission(entry)
-        with self._queue_lock:
-            self._queue.append(mine)
         with self._lock:
-            if not mine.done:
+            return list(self.in_force), self._generation
+
+    def metadata(self) -> Manifest:
+        """Published metadata, and metadata that waits to be published. Does not block."""
+        with self._queue_lock:
+            waiting = list(self._described.values())  # before the manifests, which they move to
+        return Manifest.joined([*list(self.in_force.values()), Manifest(metadata=waiting)])
+
+    def publish(self, manifest: Manifest) -> None:
+        """Write a manifest, together with those of other threads. Raises BucketError."""
+        submission = Submission(manifest)
+        with self._queue_lock:
+            self._queue.append(submission)
+        with self._lock:
+            if not submission.done:
                 with self._queue_lock:
                     batch, self._queue = self._queue, []
                 self._write_batch(batch)
-        if mine.error is not None:
-            raise mine.error
+        if submission.error is not None:
+            raise submission.error
 
-    def describe_namespace(self, tag: bytes, description: bytes) -> None:
-        """Tell what a tag stands for with the next manifest: with its first blocks at the latest,
-        and no caller waits for the bucket."""
+    def describe_namespace(self, entry: MetaEntry) -> None:
+        """Publish a description with the next manifest: with the first blocks of the namespace at
+        the latest. Does not block.
+        """
         with self._queue_lock:
-            self._untold[tag] = description
+            self._described[entry.name] = entry
 
     def publish_descriptions(self) -> None:
-        """Write down those that wait for a manifest. Raises BucketError."""
-        if self._untold:
-            self.publish(Entry())
-
-    def _write_batch(self, batch: Sequence[Submission]) -> None:
-        error = None
-        with self._queue_lock:
-            untold = dict(self._untold)
-        entries = [submission.entry for submission in batch]
-        entry = Entry.joined([Entry(descriptions=untold), *entries])
-        try:
-            if len(entry):  # else another manifest has taken the descriptions along
-                self._write(entry)
-        except BucketError as failure:
-            error = failure
-        for submission in batch:
-            submission.done, submission.error = True, error
-        if error is None and len(entry):
-            self._told(untold)
-            self.published()
-
-    def _write(self, entry: Entry) -> None:
-        self._number += 1
-        small = self._small_tail()
-        if len(small) < _SMALL_MAX - 1:
-            self._create(self._number, self._number, entry)
-        else:  # no request more than without it
-            self._replace(small, set(), 0.0, entry)
-
-    def _told(self, descriptions: dict[bytes, bytes]) -> None:
-        with self._queue_lock:
-            for tag, text in descriptions.items():
-                if self._untold.get(tag) == text:
-                    del self._untold[tag]
-
-    def _create(self, first: int, last: int, entry: Entry) -> None:
-        self._generation += 1
-        name = ManifestName(self._writer, first, last, self._generation)
-        self._bucket.create(name.path, entry.pack())
-        self._entries[name] = entry
+        """Publish descriptions that wait for a manifest. Raises BucketError."""
+        if self._described:
+            self.publish(Manifest())
 
     def drop(self, path: str) -> None:
-        """A data object is to leave the bucket; `rewrite` does it."""
+        """Remove a data object from its manifest and the bucket, at the next `rewrite`."""
         with self._queue_lock:
             self._dropped.add(path)
 
     def forget(self, names: Iterable[ManifestName]) -> list[str]:
-        """Manifests that are in the bucket no more. Returns the data objects that they listed."""
+        """Forget manifests that others have deleted. Returns the paths of their data objects."""
         with self._lock:
-            gone = [self._entries.pop(name) for name in names if name in self._entries]
-            self._dirty &= self._entries.keys()
-        return [one.path for entry in gone for one in entry.objects]
+            gone = [self.in_force.pop(name) for name in names if name in self.in_force]
+            self._dirty &= self.in_force.keys()
+        return [path for manifest in gone for path in manifest.paths]
 
     def recheck(self) -> None:
-        """Records were removed: manifests that list them are written again."""
+        """Write manifests again that list removed records, at the next `rewrite`."""
         with self._lock:
-            for name, entry in self._entries.items():
-                if any(not self._contents.standing(one.records).all() for one in entry.objects):
+            for name, manifest in self.in_force.items():
+                if any(not self._contents.standing(one.records).all() for one in manifest.objects):
                     self._dirty.add(name)
 
-    def rewrite(self, now_s: float, *, idle: bool) -> None:
-        """Bring manifests up to date, and merge small ones. Raises BucketError."""
+    def rewrite(self, now_s: float) -> None:
+        """Write changed manifests again, and merge small ones. Raises BucketError."""
         with self._lock:
             with self._queue_lock:
                 dropped = set(self._dropped)
             stale = {
                 name
-                for name, entry in self._entries.items()
-                if name in self._dirty
-                or any(self._is_gone(one.path, dropped) for one in entry.objects)
+                for name, manifest in self.in_force.items()
+                if name in self._dirty or any(self._is_gone(one, dropped) for one in manifest.paths)
             }
             small = self._small_tail()
-            if len(small) >= (2 if idle else _SMALL_MAX) or stale.intersection(small):
+            if len(small) >= 2 or stale.intersection(small):
                 stale.difference_update(small)
                 self._replace(small, dropped, now_s)
             for name in stale:
@@ -200,58 +173,79 @@ class OwnManifests:
                 self._dropped -= dropped
         self._trash.add(dropped)
 
+    def _write_batch(self, batch: Sequence[Submission]) -> None:
+        with self._queue_lock:
+            described = dict(self._described)
+        parts = [Manifest(metadata=list(described.values())), *(one.manifest for one in batch)]
+        manifest, error = Manifest.joined(parts), None
+        try:
+            if len(manifest):  # else another one has taken the descriptions along
+                self._write(manifest)
+        except BucketError as failure:
+            error = failure
+        for submission in batch:
+            submission.done, submission.error = True, error
+        if error is None and len(manifest):
+            with self._queue_lock:
+                for tag, entry in described.items():
+                    if self._described.get(tag) is entry:
+                        del self._described[tag]
+            self.on_published()
+
+    def _write(self, manifest: Manifest) -> None:
+        self._number += 1
+        small = self._small_tail()
+        if len(small) < _SMALL_MAX - 1:
+            self._create(self._number, self._number, manifest)
+        else:  # no request more than without merging
+            self._replace(small, set(), 0.0, manifest)
+
     def _small_tail(self) -> list[ManifestName]:
-        found: list[ManifestName] = []
-        for name in sorted(self._entries, reverse=True):
-            if len(self._entries[name]) >= _MERGED_ROWS:
+        small: list[ManifestName] = []
+        for name in sorted(self.in_force, reverse=True):
+            if len(self.in_force[name]) >= _MERGED_ROWS:
                 break
-            found.append(name)
-        return found
+            small.append(name)
+        return small
 
     def _replace(
-        self, names: list[ManifestName], dropped: set[str], now_s: float, more: Entry | None = None
+        self,
+        names: list[ManifestName],
+        dropped: set[str],
+        now_s: float,
+        more: Manifest | None = None,
     ) -> None:
-        """One manifest, with `more` in it, instead of several."""
-        old = Entry.joined([*(self._entries[name] for name in sorted(names)), more or Entry()])
-        entry = Entry(descriptions=old.descriptions)
+        """Write one manifest, with `more` in it, in place of several."""
+        old = Manifest.joined(
+            [*(self.in_force[name] for name in sorted(names)), more or Manifest()]
+        )
+        oldest = (now_s - self._tombstone_age_s) * 1e6 if self._tombstone_age_s else 0.0
+        kept = [
+            one
+            for one in old.metadata
+            if one.stamp > oldest or (one.kind is not MetaKind.TOMBSTONE and one.value is not None)
+        ]
+        manifest = Manifest(metadata=kept)
         for one in old.objects:
             standing = self._contents.standing(one.records)
             if not self._is_gone(one.path, dropped) and standing.any():
-                entry.objects.append(one.only(standing))
-        age_s = self._tombstone_age_s
-        newest = {one.name: one for one in sorted(old.tombstones, key=_below)}
-        entry.tombstones = [
-            one for one in newest.values() if not age_s or one.recorded / 1e6 + age_s > now_s
-        ]
-        if len(entry):
+                manifest.objects.append(one.only(standing))
+        if len(manifest):
             first, last = min(name.first for name in names), max(name.last for name in names)
-            self._create(first, last if more is None else self._number, entry)
+            self._create(first, last if more is None else self._number, manifest)
             self._trash.add(name.path for name in names)
         else:
             self._bucket.delete([name.path for name in names])
         for name in names:
-            del self._entries[name]
+            del self.in_force[name]
             self._dirty.discard(name)
 
+    def _create(self, first: int, last: int, manifest: Manifest) -> None:
+        self._generation += 1
+        name = ManifestName(self._contents.writer, first, last, self._generation)
+        self._bucket.create(name.path, manifest.pack())
+        self.in_force[name] = manifest
+
     def _is_gone(self, path: str, dropped: set[str]) -> bool:
-        """Whether a data object is to leave its manifest, or was found to be missing."""
+        """True if a data object is to leave its manifest, or is missing in the bucket."""
         return path in dropped or path not in self._contents.objects
-
-    def tombstones(self) -> set[bytes]:
-        """Names of own tombstones that are still told to others."""
-        with self._lock:
-            entries = list(self._entries.values())
-        return {one.name for entry in entries for one in entry.tombstones}
-
-    def descriptions(self) -> dict[bytes, bytes]:
-        """Takes no lock: a manifest that a lost server keeps waiting must not keep callers waiting.
-
-        What is being replaced is there until what replaces it is.
-        """
-        with self._queue_lock:
-            untold = dict(self._untold)  # before the manifests, which they move to
-        return Entry.joined(list(self._entries.values())).descriptions | untold
-
-
-def _below(tombstone: Tombstone) -> int:
-    return tombstone.below

@@ -1,69 +1,52 @@
-"""Reads of records: planned as few large ranges, fetched side by side, verified, handed over.
+"""Reads of records: planned as few large ranges, fetched in parallel, verified, handed over.
 
+Records are fetched whole, also if a range of the payload is wanted: it is verified as a whole.
 After its deadline a read touches no memory of the caller any more, whatever the network does.
 """
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
-from kvdepot.core.volume import Array, Outcome, Outcomes
+from kvdepot.core.volume import Array, Outcome, Outcomes, Priority
 from kvdepot.format.copy_ops import transfers
 from kvdepot.format.record import HEAD_BYTES, Kind, record_bytes, write_head
 from kvdepot.io.breaker import Breaker
-from kvdepot.io.speed import ThroughputMeter
+from kvdepot.io.speed import Profile
 from kvdepot.native import COPY, address_of
 from kvdepot.native.memory import view_at
-from kvdepot.volumes.object.bucket import Bucket, BucketError
+from kvdepot.volumes.log.reader import ThroughputMeter
+from kvdepot.volumes.object.bucket import Bucket, BucketError, MissingObjectError
 from kvdepot.volumes.object.contents import BucketContents, DataObject, span_of
+from kvdepot.volumes.object.manifest import DATA, PROBE
 from kvdepot.volumes.records import deliver
 
 _PIECE_BYTES: Final = (1 << 20, 8 << 20)
-"""Least and most that one request asks for, if there is that much. Requests begin and end at
-multiples of their size: servers keep objects in chunks of such sizes."""
+"""Smallest and largest request. Requests begin and end at multiples of their size, because servers
+keep objects in chunks of such sizes."""
 _GAP_BYTES: Final = 64 << 10
 """Ranges that lie nearer than this are fetched as one."""
-
-
-@dataclass(slots=True, eq=False)
-class Assembly:
-    """A record that comes in several requests, each of which writes its part of the image."""
-
-    left: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def is_whole(self) -> bool:
-        """Whether the part that has come is the last one."""
-        with self.lock:
-            self.left -= 1
-            return not self.left
+_PROBE_BYTES: Final = 1 << 20
+_SMALL_BYTES: Final = 4096
+_SMALL_READS: Final = 3
+_ROUNDS: Final = 2
 
 
 @dataclass(slots=True, eq=False)
 class RangeRequest:
-    """What one request, or one set of small ranges, brings."""
+    """One request, for a range of an object."""
 
     source: DataObject
     start: int
     stop: int
     indexes: list[int]
-    partial: bool = False
-    """Ranges of payloads: the head and the range of each are fetched, not what is between."""
-    assemblies: dict[int, Assembly] = field(default_factory=dict)
-    """Of those of `indexes` that other requests bring parts of."""
-    abandoned: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while memory of the caller is written to."""
-
-    def is_abandoned(self) -> bool:
-        """Whether the caller has gone on without it."""
-        return self.abandoned
 
 
 class RangeReader:
@@ -85,12 +68,55 @@ class RangeReader:
         self.meter = ThroughputMeter(clock)
         self.pool = ThreadPoolExecutor(parallel, thread_name_prefix="kvdepot-object-fetch")
 
-    def read(self, reads: Array, timeout_s: float) -> "RangeReads":
+    def read(self, reads: Array, priority: Priority, timeout_s: float) -> "RangeReads":
         """Queue requests behind those of other calls: there are always `parallel` under way."""
+        del priority  # requests are served in turn
         return RangeReads(self, reads, timeout_s)
 
     def close(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
+
+    def measure(self, wall: Clock) -> Profile | None:
+        """Measure the speed of the bucket: put a probe object, read it with `parallel` requests at
+        once, and delete it. None: the bucket did not answer, or no time passed.
+
+        If this process dies meanwhile, other nodes collect the probe as garbage of a dead writer.
+        """
+        path, now, bucket = f"{DATA}{self.contents.writer}/{PROBE}", self.clock.now, self.bucket
+
+        def seconds_of(size: int, requests: int) -> float:
+            began_s = now()
+            bodies = self.pool.map(lambda _: bucket.get_range(path, 0, size), range(requests))
+            if any(len(body) != size for body in bodies):
+                raise BucketError("the answer is too short")
+            return now() - began_s
+
+        try:
+            began_s = now()
+            bucket.create(path, bytes(_PROBE_BYTES))
+            write_s = max(now() - began_s, 1e-6)
+            latency_s = median([seconds_of(_SMALL_BYTES, 1) for _ in range(_SMALL_READS)])
+            alone_s = seconds_of(_PROBE_BYTES, 1)
+            together_s = min(seconds_of(_PROBE_BYTES, self.parallel) for _ in range(_ROUNDS))
+            bucket.delete([path])
+        except BucketError:
+            return None
+        if min(latency_s, alone_s, together_s) <= 0:
+            return None
+        # A load waits for its first byte once, whatever its size.
+        moving_s = max(together_s - latency_s, together_s / 2)
+        return Profile(
+            read_bytes_per_s=int(self.parallel * _PROBE_BYTES / moving_s),
+            write_bytes_per_s=int(_PROBE_BYTES / write_s),
+            random_read_bytes_per_s=int(_PROBE_BYTES / alone_s),
+            random_write_bytes_per_s=int(_PROBE_BYTES / write_s),
+            random_bytes=_PROBE_BYTES,
+            read_latency_us=int(latency_s * 1e6),
+            write_latency_us=int(write_s * 1e6),
+            direct_io=True,
+            emulated=False,
+            measured_at_s=int(wall.now()),
+        )
 
 
 class RangeReads:
@@ -100,81 +126,67 @@ class RangeReads:
         self._reader = reader
         self._reads = reads
         self._deadline_s = reader.clock.now() + timeout_s
-        self._answers: dict[int, Outcome] = {}
-        self._lock = threading.Lock()
+        self._outcomes: Outcomes = np.full(len(reads), Outcome.FAILED, np.uint8)
+        self._parts_left: dict[int, int] = {}
+        """For records that need several requests: how many have not been answered."""
+        self._changed = threading.Condition()
+        """Guards the fields below; held for an instant."""
         self._calls: list[Callable[[], None]] = []
-        self._requests = self._plan() if len(reads) and reader.breaker.closed else []
-        self._left = len(self._requests)
-        self._asked_bytes = sum(request.stop - request.start for request in self._requests)
+        self._writing = 0
+        """Requests that write to memory of the caller."""
+        self._abandoned = threading.Event()
+        """The caller has gone on: its memory must not be written to any more."""
+        requests = self._plan() if len(reads) and reader.breaker.closed else []
+        for request in requests:
+            self._outcomes[request.indexes] = Outcome.LATE
+        self._left = len(requests)
+        self._asked_bytes = sum(request.stop - request.start for request in requests)
         reader.meter.begin(self._asked_bytes)
-        self._futures: list[Future[None]] = []
-        for request in self._requests:
-            future = reader.pool.submit(self._fetch, request)
-            self._futures.append(future)
-            future.add_done_callback(self._one_less)
+        self._futures = [reader.pool.submit(self._fetch, request) for request in requests]
 
     def when_done(self, call: Callable[[], None]) -> None:
-        with self._lock:
+        with self._changed:
             if self._left:
                 self._calls.append(call)
                 return
         call()
 
     def result(self) -> Outcomes:
-        """What has not come until the deadline is left behind."""
+        """Requests that have not been answered at the deadline are ignored."""
         reader = self._reader
-        if wait(self._futures, max(0.0, self._deadline_s - reader.clock.now())).not_done:
-            for future in self._futures:
-                future.cancel()
-        for request in self._requests:
-            with request.lock:
-                request.abandoned = True
-        outcomes = np.full(len(self._reads), Outcome.FAILED, np.uint8)
-        outcomes[[index for request in self._requests for index in request.indexes]] = Outcome.LATE
-        for index, outcome in self._answers.items():
-            outcomes[index] = outcome
-        good = int((outcomes == Outcome.OK).sum())
+        with self._changed:
+            left_s = max(0.0, self._deadline_s - reader.clock.now())
+            self._changed.wait_for(lambda: not self._left, left_s)
+            self._abandoned.set()
+            self._changed.wait_for(lambda: not self._writing)
+        for future in self._futures:
+            future.cancel()
+        good = int((self._outcomes == Outcome.OK).sum())
         reader.meter.end(self._asked_bytes if good else 0, good, self._asked_bytes)
-        return outcomes
+        return self._outcomes
 
     def cancel(self) -> bool:
         return False
 
     def released(self, timeout_s: float) -> bool:
-        """True: reads that were given up do not touch their images."""
+        """True: reads do not touch their images after `result`."""
         del timeout_s
         return True
 
-    def _one_less(self, future: Future[None]) -> None:
-        with self._lock:
-            self._left -= 1
-            calls = self._calls if not self._left and not future.cancelled() else []
-        for call in calls:
-            call()
-
     def _plan(self) -> list[RangeRequest]:
         """Ranges to fetch: records that lie together in pieces that all requests share evenly."""
-        whole: list[tuple[int, int, int, DataObject]] = []
-        partial: dict[int, RangeRequest] = {}
+        wanted: list[tuple[int, int, int, DataObject]] = []
         for index, read in enumerate(self._reads):
             source = self._reader.contents.at(int(read["place"]))
-            if source is None:
-                continue
-            start, stop = int(read["start"]), int(read["stop"])
-            if not stop:
+            if source is not None and not read["stop"]:
                 self._answer_head(index, read)
-            elif 2 * (stop - start) >= int(read["payload_bytes"]):
-                whole.append((source.slot, self._span(index)[0], index, source))
-            else:
-                request = partial.setdefault(
-                    source.slot, RangeRequest(source, 0, 0, [], partial=True)
-                )
-                request.indexes.append(index)
-                request.stop += HEAD_BYTES + stop - start
-        total = sum(stop - start for start, stop in (self._span(index) for _, _, index, _ in whole))
+            elif source is not None:
+                wanted.append((source.slot, self._span(index)[0], index, source))
+        spans = [self._span(index) for _, _, index, _ in wanted]
+        total = sum(stop - start for start, stop in spans)
         piece_bytes = _piece_bytes(1 + total // self._reader.parallel)
         runs: list[RangeRequest] = []
-        for _, start, index, source in sorted(whole, key=lambda one: one[:3]):
+        for _, start, index, source in sorted(wanted, key=lambda one: one[:3]):
             stop = self._span(index)[1]
             last = runs[-1] if runs else None
             if last is not None and last.source is source and start - last.stop <= _GAP_BYTES:
@@ -182,100 +194,97 @@ class RangeReads:
                 last.indexes.append(index)
             else:
                 runs.append(RangeRequest(source, start, stop, [index]))
-        pieces = [piece for run in runs for piece in self._cut(run, piece_bytes)]
-        return [*pieces, *partial.values()]
+        return [piece for run in runs for piece in self._cut(run, piece_bytes)]
 
     def _span(self, index: int) -> tuple[int, int]:
         read = self._reads[index]
         return span_of(int(read["place"]), int(read["payload_bytes"]))
 
     def _answer_head(self, index: int, read: Any) -> None:
-        """Write a head by what the manifests say, with token ids and without checksums."""
+        """Write a head from the manifest, with token ids and without checksums."""
         key = BlockKey(read["key"].tobytes())
         tokens = self._reader.contents.tokens(key, int(read["place"]))
         if tokens is not None:
             image = view_at(int(read["image"]), HEAD_BYTES).data
             size = int(read["payload_bytes"])
             write_head(image, Kind.BLOCK, key, size, size, tokens)
-            self._answers[index] = Outcome.OK
+            self._outcomes[index] = Outcome.OK
 
     def _cut(self, run: RangeRequest, piece_bytes: int) -> list[RangeRequest]:
         """Requests for a run of records; all but small rests end at multiples of their size."""
         rest = piece_bytes // 4
         first = -(-(run.start + rest) // piece_bytes) * piece_bytes
         ends = [*range(first, run.stop - rest + 1, piece_bytes), run.stop]
-        pieces, start = [], run.start
-        for end in ends:
-            pieces.append(RangeRequest(run.source, start, end, []))
-            start = end
-        first_piece = 0
+        starts = [run.start, *ends[:-1]]
+        pieces = [
+            RangeRequest(run.source, start, end, [])
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        at = 0
         for index in run.indexes:
             begin, stop = self._span(index)
-            while pieces[first_piece].stop <= begin:
-                first_piece += 1
-            parts = [piece for piece in pieces[first_piece:] if piece.start < stop]
-            assembly = Assembly(len(parts)) if len(parts) > 1 else None
+            while pieces[at].stop <= begin:
+                at += 1
+            parts = [piece for piece in pieces[at:] if piece.start < stop]
             for piece in parts:
                 piece.indexes.append(index)
-                if assembly is not None:
-                    piece.assemblies[index] = assembly
+            if len(parts) > 1:
+                self._parts_left[index] = len(parts)
         return pieces
 
     def _fetch(self, request: RangeRequest) -> None:
-        if request.is_abandoned():
+        """Send one request and hand over what it brings. Runs in a thread of the pool."""
+        if self._abandoned.is_set():
             return
         reader = self._reader
+        records: list[memoryview] | None = None
         try:
-            if request.partial:
-                records = self._fetch_parts(request)
-            else:
-                body = reader.bucket.get_range(request.source.path, request.start, request.stop)
-                records = [self._part(body, request, index) for index in request.indexes]
+            body = reader.bucket.get_range(request.source.path, request.start, request.stop)
+            records = [self._part(body, request, index) for index in request.indexes]
+        except MissingObjectError:
+            reader.contents.drop(request.source.path)
         except BucketError as error:
-            if error.missing:
-                reader.contents.drop(request.source.path)
-            else:
-                reader.breaker.failed(error.reason, at_once=True)
-            self._answers.update(dict.fromkeys(request.indexes, Outcome.FAILED))
-            return
-        if reader.breaker.troubled:
-            reader.breaker.succeeded()
-        with request.lock:
-            if request.is_abandoned():
+            reader.breaker.failed(error.reason, at_once=True)
+        else:
+            if reader.breaker.troubled:
+                reader.breaker.succeeded()
+        with self._changed:
+            if self._abandoned.is_set():
                 return
-            for index, record in zip(request.indexes, records, strict=True):
-                read, assembly = self._reads[index], request.assemblies.get(index)
-                if assembly is None:
-                    self._answers[index] = deliver(record, read)
-                elif not self._copy_part(record, request, index):
-                    self._answers[index] = Outcome.CORRUPT
-                elif assembly.is_whole():
-                    nbytes = record_bytes(int(read["payload_bytes"]))
-                    self._answers[index] = deliver(view_at(int(read["image"]), nbytes).data, read)
+            self._writing += 1
+        try:
+            self._hand_over(request, records)
+        finally:
+            with self._changed:
+                self._writing -= 1
+                self._left -= 1
+                calls = [] if self._left else self._calls
+                self._changed.notify_all()
+        for call in calls:
+            call()
 
-    def _fetch_parts(self, request: RangeRequest) -> list[memoryview]:
-        spans = []
-        for index in request.indexes:
-            read, (start, _) = self._reads[index], self._span(index)
-            first = start + HEAD_BYTES + int(read["start"])
-            spans.append((start, start + HEAD_BYTES))
-            spans.append((first, first + int(read["stop"] - read["start"])))
-        parts = self._reader.bucket.get_ranges(request.source.path, spans)
-        records = []
-        for number, index in enumerate(request.indexes):
-            read, head, body = self._reads[index], parts[2 * number], parts[2 * number + 1]
-            first = HEAD_BYTES + int(read["start"])
-            if len(head) != HEAD_BYTES or len(body) != read["stop"] - read["start"]:
-                records.append(memoryview(b""))
-                continue
-            record = np.empty(record_bytes(int(read["payload_bytes"])), np.uint8)
-            record[:HEAD_BYTES] = np.frombuffer(head, np.uint8)
-            record[first : first + len(body)] = np.frombuffer(body, np.uint8)
-            records.append(record.data)
-        return records
+    def _hand_over(self, request: RangeRequest, records: list[memoryview] | None) -> None:
+        if records is None:
+            self._outcomes[request.indexes] = Outcome.FAILED
+            return
+        for index, record in zip(request.indexes, records, strict=True):
+            read = self._reads[index]
+            if index not in self._parts_left:
+                self._outcomes[index] = deliver(record, read)
+            elif not self._copy_part(record, request, index):
+                self._outcomes[index] = Outcome.CORRUPT
+            elif self._is_whole(index):
+                nbytes = record_bytes(int(read["payload_bytes"]))
+                self._outcomes[index] = deliver(view_at(int(read["image"]), nbytes).data, read)
+
+    def _is_whole(self, index: int) -> bool:
+        """Count a part of a record. True: it was the last one."""
+        with self._changed:
+            self._parts_left[index] -= 1
+            return not self._parts_left[index]
 
     def _part(self, body: memoryview, request: RangeRequest, index: int) -> memoryview:
-        """What a request has brought of a record."""
+        """The part of a record that a request has brought."""
         start, stop = self._span(index)
         return body[max(0, start - request.start) : stop - request.start]
 
@@ -291,6 +300,6 @@ class RangeReads:
 
 
 def _piece_bytes(share: int) -> int:
-    """What one request asks for where each of them has this share: the power of two next to it."""
+    """Bytes per request: the power of two next to an equal share."""
     least, most = _PIECE_BYTES
     return min(most, max(least, 1 << (share * 4 // 3).bit_length() - 1))

@@ -1,8 +1,8 @@
 """A bucket prefix or a shared folder, which several nodes share: records in immutable objects.
 
-Each writer has its own data objects and manifests; every node reads those of all. What an append
-has returned a place for is durable and published. Lookups and facts are answered from memory; the
-network is used by append, read and tombstones, and by the background thread (upkeep.py).
+Each writer has its own data objects and manifests; every node reads those of all. A record is
+durable and published when `append` returns its place. Lookups and facts are answered from memory;
+append, read, tombstones and the background thread (upkeep.py) send requests.
 """
 
 import secrets
@@ -19,14 +19,11 @@ from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.metadata import MetaEntry, MetaKind, Tombstone
 from kvdepot.core.volume import (
     NO_PLACE,
-    SEGMENT_SHIFT,
     Array,
     Change,
     Contents,
     Ints,
-    Priority,
     Purpose,
-    SegmentTable,
     VolumeContext,
     VolumeFacts,
     pack_place,
@@ -35,18 +32,23 @@ from kvdepot.errors import KVDepotError
 from kvdepot.format.record import PAGE, place_records, record_sizes, token_ids
 from kvdepot.io.breaker import Breaker, RetryPauses
 from kvdepot.native.memory import view_at
-from kvdepot.volumes.object.bucket import Bucket, BucketError, explain, open_bucket
+from kvdepot.volumes.object.bucket import (
+    Bucket,
+    BucketError,
+    ObjectExistsError,
+    explain,
+    open_bucket,
+)
 from kvdepot.volumes.object.contents import BucketContents
-from kvdepot.volumes.object.manifest import ROW, Entry, Listing, data_path
-from kvdepot.volumes.object.measuring import measure
-from kvdepot.volumes.object.reading import RangeReader, RangeReads
-from kvdepot.volumes.object.upkeep import BucketUpkeep, Clocks
+from kvdepot.volumes.object.manifest import ROW, Listing, Manifest, data_path
+from kvdepot.volumes.object.reading import RangeReader
+from kvdepot.volumes.object.upkeep import BucketUpkeep
 
 _RECORD_BYTES_MAX: Final = 4 << 30
 _WRITERS_MAX: Final = 8
 _LOOK_S: Final = 3600.0
 _USD: Final = (0.005 / 1000, 0.0004 / 1000)
-"""What Amazon asks for a request in its first region: to write or list, to read."""
+"""Price of a request at Amazon (us-east-1): to write or list, to read."""
 _log = RateLimitedLog("kvdepot.store")
 
 
@@ -56,13 +58,12 @@ class BucketVolume:
     def __init__(
         self, config: ObjectConfig, context: VolumeContext, bucket: Bucket | None = None
     ) -> None:
-        """Raises ConfigError if the bucket cannot be used, FormatError if what lies there is newer,
-        or not a depot.
+        """Raises ConfigError if the bucket cannot be used, FormatError if it has another format or
+        is not a depot.
         """
         self._config = config
         self._context = context
         self._bucket = bucket or open_bucket(config)
-        self._writable = context.writable
         self._contents = BucketContents(
             secrets.token_hex(8), context.stamps, context.capacity_bytes or config.capacity
         )
@@ -75,25 +76,22 @@ class BucketVolume:
             self._bucket, self._contents, self._breaker, context.clock, config.parallel
         )
         self.upkeep = BucketUpkeep(
-            config, self._bucket, self._contents, self._reader, self._breaker,
-            Clocks(context.clock, context.wall),
-            writable=context.writable, on_change=context.on_change,
-        )  # fmt: skip
-        self.upkeep.manifests.published = lambda: context.on_change(Change.PUBLISHED)
+            config, self._bucket, self._contents, self._breaker, self._reader.pool, context
+        )
+        self.upkeep.manifests.on_published = lambda: context.on_change(Change.PUBLISHED)
         self._lock = threading.Lock()
         self._number = 0
         self._reserved_bytes = 0
-        """Being uploaded."""
+        """Records that are being uploaded."""
         self._writes = 0
         self._may_write = context.writable
         self._closed = False
+        self.read = self._reader.read
+        self.discard, self.segments = self._contents.discard, self._contents.segments
         try:
             self.upkeep.start()
             if context.writable and config.is_measured:
-                self._reader.meter.profile = measure(
-                    self._bucket, self._contents.writer, self._reader.pool, config.parallel,
-                    (context.clock, context.wall),
-                )  # fmt: skip
+                self._reader.meter.profile = self._reader.measure(context.wall)
         except BucketError as error:
             self._reader.close()
             raise explain(error, config) from None
@@ -139,9 +137,10 @@ class BucketVolume:
                 if self._may_write and self._breaker.allows():
                     places[group] = self._upload(records[group])
                     self._breaker.succeeded()
+            except ObjectExistsError:
+                pass  # another writer has this name: the number was used
             except BucketError as error:
-                if not error.exists:
-                    self._breaker.failed(error.reason, at_once=True)
+                self._breaker.failed(error.reason, at_once=True)
             finally:
                 with self._lock:
                     self._reserved_bytes -= nbytes
@@ -149,8 +148,8 @@ class BucketVolume:
         return places
 
     def _groups(self, sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-        """Records that go into one object each, for which there is room, with their bytes: the room
-        is reserved.
+        """Groups of records that have room and go into one object, with their bytes. Reserves the
+        room.
         """
         group: list[int] = []
         total = 0
@@ -191,7 +190,7 @@ class BucketVolume:
         try:
             self._bucket.create(path, images)
         except BucketError:
-            self.upkeep.trash.add([path])  # it may have arrived all the same
+            self.upkeep.trash.add([path])  # it may have been stored all the same
             raise
         created_s = int(self._context.wall.now())
         listing = Listing(path, int(sizes.sum()), created_s, rows, tokens)
@@ -200,29 +199,18 @@ class BucketVolume:
             self.upkeep.trash.add([path])
             raise BucketError("the bucket has too many objects")
         try:
-            self.upkeep.manifests.publish(Entry([listing]))
+            self.upkeep.manifests.publish(Manifest([listing]))
         except BucketError:
-            self._contents.drop(path, told=False)
+            self._contents.drop(path, report=False)
             self.upkeep.trash.add([path])
             raise
-        places: Ints = (added.slot << SEGMENT_SHIFT) + rows["page"].astype(np.int64)
-        return places
-
-    def read(self, reads: Array, priority: Priority, timeout_s: float) -> RangeReads:
-        del priority  # requests are served in turn
-        return self._reader.read(reads, timeout_s)
-
-    def discard(self, places: Ints, payload_bytes: Ints) -> None:
-        self._contents.discard(places, payload_bytes)
-
-    def segments(self) -> SegmentTable:
-        return self._contents.segments()
+        return added.places
 
     def release(self, segment: int) -> bool:
         """Free an object. Other nodes may read it for a grace period still; this one does not."""
         one = self._contents.at(pack_place(segment, 0))
         if one is not None:
-            self._contents.drop(one.path, told=False)
+            self._contents.drop(one.path, report=False)
             self.upkeep.manifests.drop(one.path)
         return True
 
@@ -230,31 +218,32 @@ class BucketVolume:
         """Publish tombstones at once, and descriptions of namespaces with the next manifest. Other
         kinds are not kept: they belong to one node.
         """
-        if not self._writable:
+        if not self._context.writable:
             return False
-        known = self.upkeep.descriptions()
+        manifests = self.upkeep.manifests
+        known = {
+            one.name: one.value for one in self.upkeep.metadata() if one.kind is MetaKind.NAMESPACE
+        }
         for entry in entries:
-            text = entry.value if entry.kind is MetaKind.NAMESPACE else None
-            if text is not None and known.get(entry.name) != text:
-                self.upkeep.manifests.describe_namespace(entry.name, text)
-        stones = [entry for entry in entries if entry.kind is MetaKind.TOMBSTONE]
-        tombstones = [stone for stone in map(Tombstone.parse, stones) if stone is not None]
-        if not tombstones:
+            if entry.kind is MetaKind.NAMESPACE and known.get(entry.name) != entry.value:
+                manifests.describe_namespace(entry)
+        stones = [entry for entry in entries if Tombstone.parse(entry) is not None]
+        if not stones:
             return True
         if not self._breaker.allows():
             return False
         try:
-            self.upkeep.manifests.publish(Entry(tombstones=tombstones))
+            manifests.publish(Manifest(metadata=stones))
         except BucketError as error:
             self._breaker.failed(error.reason, at_once=True)
             return False
         self._breaker.succeeded()
-        if self._contents.bury(tombstones, told=False):
-            self.upkeep.manifests.recheck()
+        if self._contents.learn(stones, report=False):
+            manifests.recheck()
         return True
 
     def sync(self, timeout_s: float) -> bool:
-        """What was appended is durable already."""
+        """Records are durable when `append` returns."""
         del timeout_s
         return self._breaker.closed
 
@@ -262,15 +251,10 @@ class BucketVolume:
         if look:
             self.upkeep.request_refresh()
         found = self._contents.take((since or 0) + 1)
-        if since is not None:
-            return found
-        stones = [stone.entry for stone in self._contents.tombstones()]
-        described = self.upkeep.descriptions().items()
-        entries = [MetaEntry(MetaKind.NAMESPACE, tag, 0, text) for tag, text in described]
-        return replace(found, metadata=[*entries, *stones])
+        return found if since is not None else replace(found, metadata=self.upkeep.metadata())
 
     def set_limits(self, capacity_bytes: int | None, *, may_write: bool) -> None:
-        self._may_write = may_write and self._writable
+        self._may_write = may_write and self._context.writable
         if capacity_bytes is not None:
             self._contents.capacity_bytes = capacity_bytes
 
@@ -285,10 +269,14 @@ class BucketVolume:
             self._reader.close()
 
     def _room(self) -> int:
-        """What this node may still write: what is left, or what its share of all still lacks."""
+        """Bytes that this node may write: the free capacity, or the rest of its share."""
         capacity, contents = self._contents.capacity_bytes, self._contents
         left = capacity - contents.held_bytes - self._reserved_bytes
-        share = capacity // self.upkeep.writers - contents.own_bytes - self._reserved_bytes
+        share = (
+            capacity // len(self.upkeep.writers.living())
+            - contents.own_bytes
+            - self._reserved_bytes
+        )
         return max(0, left, share)
 
     def _details(self) -> dict[str, Any]:
@@ -300,7 +288,7 @@ class BucketVolume:
             "read_bytes_per_s": round(meter.bytes_per_s),
             "objects": len(contents.objects),
             "own_bytes": contents.own_bytes,
-            "writers": self.upkeep.writers,
+            "writers": len(self.upkeep.writers.living()),
             "requests": requests,
             "requests_usd": round(usd, 6),
         }

@@ -94,7 +94,7 @@ function showTiles(stats, derived) {
   }
   at("tiles").replaceChildren(...tiles);
   at("assumption").textContent = derived.gpu_seconds === null
-    ? "Start with --prefill-tokens-per-s to see the GPU time saved."
+    ? "Set ledger.prefill_tokens_per_s to see the GPU time saved."
     : "GPU time: tokens given back, by " + (assumed.prefill_tokens_per_s
       ? `measured prefill, else ${whole(assumed.prefill_tokens_per_s)} tokens a second` : "the prefill speed that engines measure")
       + (derived.joules === null ? "." : `; ${whole(derived.joules / 3600)} Wh at ${whole(assumed.gpu_watts)} W.`);
@@ -215,30 +215,11 @@ function showSessions(found) {
         element("td", { class: "number" }, bytes(Math.max(0, ...Object.values(one.bytes)))),
         element("td", {}, where || "gone"),
         element("td", { class: "number" }, duration(one.idle_s)),
-        element("td", {}, one.contract ? new Date(1000 * one.contract.until_s).toLocaleString() : "–")));
+        element("td", {}, one.pin ? new Date(1000 * one.pin.until_s).toLocaleString() : "–")));
     }
   }
   if (!rows.length) rows.push(element("tr", {}, element("td", { colspan: "9" }, "none told of")));
   at("sessions").replaceChildren(...rows);
-}
-
-function showPrefixes(found) {
-  const rows = [];
-  for (const [kind, listed] of [["busiest", found.busy], ["coldest", found.cold]]) {
-    for (const one of listed) {
-      const where = Object.entries(one.tiers).map(([tier, count]) => `${tier} ${count}`).join(", ");
-      rows.push(element("tr", {}, element("th", { scope: "row" }, one.prefix), element("td", {}, kind),
-        element("td", {}, one.model), element("td", { class: "number" }, whole(one.sessions)),
-        element("td", { class: "number" }, whole(one.tokens)),
-        element("td", { class: "number" }, bytes(Math.max(0, ...Object.values(one.bytes)))),
-        element("td", {}, where || "gone"),
-        element("td", { class: "number" }, duration(one.idle_s))));
-    }
-  }
-  if (!rows.length) {
-    rows.push(element("tr", {}, element("td", { colspan: "8" }, "no two sessions begin alike")));
-  }
-  at("prefixes").replaceChildren(...rows);
 }
 
 function showDecisions(stats) {
@@ -273,7 +254,6 @@ function show(found) {
   showLadder(stats, (nowMs - beforeMs) / 1000);
   showDrives(stats);
   showSessions(found);
-  showPrefixes(found.prefixes);
   showDecisions(stats);
   showFirstTokens(stats.first_tokens);
   showLog(stats.first_tokens.latest);
