@@ -85,7 +85,7 @@ HAPPENS: Final = {
     "store/move/mover.py": "leases dirty blocks, appends them, enters where they lie, releases",
     "store/read/reader.py": "looks blocks up, serves what is in memory, plans waves on volumes",
     "store/state/lower_tier.py": "the block joins the queue of a tier's write-back",
-    "store/write/memory_eviction.py": "a filled slot becomes a block of the memory tier",
+    "store/state/memory_tier.py": "a filled slot becomes a block of the memory tier",
     "store/state/state.py": "what the store's lock guards: leases and the tiers that want a block",
     "store/engine.py": "one call of the engine: who may use which blocks, then the work",
     "depot.py": "the public call: keys and buffers become arrays",

@@ -15,7 +15,7 @@ Every answer with the depot is compared with the answer of the model alone, toke
 status is 1 if one of them differs. The parts take about two minutes on two processor cores.
 
 `serve` runs in the serving process and is where kvdepot is used: it opens a depot, attaches it to
-the model, and calls `generate` as with any model. Everything else asks and shows.
+the model, and calls `generate` as with any model. The rest asks questions and shows the answers.
 """
 
 import argparse
@@ -58,7 +58,7 @@ QUESTIONS: Final = {
         "How do I close the transfer switch?",
     ),
 }
-"""What each user asks. The last question of each comes after the restart."""
+"""The questions of each user. The last one comes after the restart."""
 NEW_TOKENS: Final = 16
 BLOCK_TOKENS: Final = 32
 """The depot fetches whole blocks. Small blocks leave few tokens of a known prompt to compute."""
@@ -66,7 +66,7 @@ DRAM: Final = "128MiB"
 """Room for the document, which has about 80 MB of KV, and for the latest turns."""
 SSD: Final = "1GiB"
 FLIPPED_BYTE: Final = 40_000_000
-"""The document is what was written first, with 46,080 bytes a token: this is in its middle."""
+"""A byte in the middle of the document, which is written first, with 46,080 bytes a token."""
 START_TIMEOUT_S: Final = 600.0
 ANSWER_TIMEOUT_S: Final = 300.0
 WARM_UP_TOKENS: Final = 256
@@ -76,8 +76,8 @@ ENVIRONMENT: Final = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-"""Libraries look nothing up in the network and print no advice. Threads that wait do not spin,
-which on a busy machine would slow down the ones that compute. What the caller has set counts."""
+"""Libraries make no network lookups and print no advice. Waiting threads do not spin, which would
+slow down computing threads on a busy machine. Variables of the caller take precedence."""
 
 Message = dict[str, str]
 """`role` and `content`, as chat models take them."""
@@ -86,7 +86,7 @@ Part = Literal["with", "restarted", "damaged"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What one prompt was answered, and where its KV came from."""
+    """The answer to one prompt, and the tiers that its KV came from."""
 
     prompt_tokens: int
     ids: list[int]
@@ -196,7 +196,7 @@ def answer(served: Any, tokenizer: Any, prompt: list[int], started_s: float) -> 
 
 
 class Server:
-    """The serving process, as the process that asks sees it."""
+    """The serving process, seen from the asking process."""
 
     def __init__(self, folder: Path, store: Path | None) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -240,7 +240,7 @@ def serving(folder: Path, store: Path | None) -> Iterator[Server]:
 
 
 class Screen:
-    """One table that grows, on a terminal while the demo runs and elsewhere at its end."""
+    """The table of results. It grows on a terminal, and is printed at the end elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._table = Table(
@@ -354,7 +354,7 @@ def flip_bit(store: Path, position: int) -> str:
 
 
 def recomputed_tokens(turns: list[Turn]) -> int:
-    """What the flipped bit cost. The same question was answered just before, without damage."""
+    """Tokens recomputed because of the flipped bit, against the same question without damage."""
     damaged = turns[-1]
     sound = next(
         turn for turn in turns if (turn.part, turn.question) == ("restarted", damaged.question)

@@ -266,8 +266,8 @@ class Depot(ABC):
 
     @abstractmethod
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
-        """Flush, stop the threads and release everything. Blocks for `timeout_s` at most; blocks
-        not written by then are lost. May be called twice.
+        """Flush as `flush` does, then stop the threads and release everything. May be called
+        twice.
         """
 
     @property

@@ -101,7 +101,7 @@ def test_two_tiers_on_one_disk_share_its_room(file: Path, tmp_path: Path, capsys
     assert "error: ssd.capacity and hdd.capacity: " in capsys.readouterr().err
     file.write_text(tiers[0])
     assert main(["config", "check", str(file)]) == 0
-    assert f"does not exist; it would be made below {tmp_path}" in capsys.readouterr().err
+    assert f"does not exist; it would be created in {tmp_path}" in capsys.readouterr().err
 
 
 def test_a_store_that_is_larger_than_its_disk_is_warned_about(

@@ -278,11 +278,13 @@ def test_secrets_are_never_shown() -> None:
 
 
 def test_show_is_what_a_person_would_write() -> None:
-    config = load(overrides={"ssd": SSD, "tenants.a.secret_hex": "00"})
+    ssd = {**SSD, "retry_initial": 0.2}
+    config = load(overrides={"ssd": ssd, "tenants.a.secret_hex": "00"})
     told = json.loads(json.dumps(show(config)))
     assert told["dram"]["capacity"] == "1GiB"
     assert told["ssd"]["path"] == ["/data"]
-    assert told["ssd"]["retry_initial"] == "100ms"
+    assert told["ssd"]["retry_initial"] == "200ms"
+    assert "retry_max" not in told["ssd"], "a developer option with its default"
     assert told["tenants"] == {"a": {"secret_file": None, "secret_hex": "***"}}
     assert show(Config())["ssd"] is None
 
@@ -295,7 +297,10 @@ def test_toml_is_commented_with_the_fields_documentation() -> None:
     assert all(len(line) <= 100 for line in text.splitlines())
     set_keys = [line for line in text.splitlines() if " = " in line and not line.startswith("#")]
     documented = [line.split(" = ")[0] for line in set_keys]
-    tables = (*DramConfig.__slots__, *WritebackConfig.__slots__, *SessionsConfig.__slots__)
+    classes = (DramConfig, WritebackConfig, SessionsConfig)
+    tables = [
+        name for one in classes for name in one.__slots__ if name not in one.DEVELOPER.split()
+    ]
     unset = ("prefill_tokens_per_s", "gpu_watts")
     ledger = [name for name in LedgerConfig.__slots__ if name not in unset]
     assert documented == ["block_tokens", *tables, *ledger]
@@ -400,3 +405,9 @@ def test_variables_of_other_commands_are_not_settings() -> None:
     other = {"KVDEPOT_PLAN_MODEL": "m", "KVDEPOT_PARTS_YEARS": "3", "KVDEPOT_SOCKET": "/run/s"}
     other["KVDEPOT_DAEMON_USER"] = "kvdepot"
     assert load(env=other) == load()
+
+
+def test_there_are_at_most_60_settings() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "configuration.md").read_text()
+    settings, _ = page.split("## Developer options")
+    assert 0 < sum(line.startswith("| `") for line in settings.splitlines()) <= 60

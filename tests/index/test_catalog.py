@@ -4,7 +4,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from tests.support.catalogs import chain, in_memory, key
+from tests.support.catalogs import chain, in_memory, key, resident
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.keys import as_words
@@ -16,8 +16,8 @@ from kvdepot.index.tree import FEW
 
 def on_disk(catalog: Catalog, one: BlockKey) -> int:
     row = catalog.ensure(one, 100)
-    catalog.disk.reserve(row, 9)
-    catalog.disk.seal(row)
+    catalog.files[0].reserve(row, 9)
+    catalog.files[0].seal(row)
     return row
 
 
@@ -50,7 +50,7 @@ class TestCopies:
         assert catalog.fastest(rows) == ["dram"] * 20
         assert copies.drop_all(rows[5:]) == list(range(5, 20))
         assert all(map(copies.absent, rows[5:])) and copies.count == 5
-        assert len(catalog.resident([key(number) for number in range(20)])) == 5
+        assert len(resident(catalog, [key(number) for number in range(20)])) == 5
 
     @pytest.mark.parametrize("step", ["reserve_all", "seal_all", "drop_all"])
     def test_many_copies_of_which_one_is_not_ready_for_it(self, step: str) -> None:
@@ -77,9 +77,9 @@ class TestCopies:
     def test_an_abandoned_copy_never_counts(self) -> None:
         catalog = Catalog()
         row = catalog.ensure(key(1), 100)
-        catalog.disk.reserve(row, 5)
-        assert catalog.disk.drop(row) == 5
-        assert catalog.disk.count == 0
+        catalog.files[0].reserve(row, 5)
+        assert catalog.files[0].drop(row) == 5
+        assert catalog.files[0].count == 0
 
     def test_every_other_step_is_a_bug_that_raises_and_changes_nothing(self) -> None:
         def absent(copies: Copies, row: int) -> None:
@@ -135,8 +135,8 @@ class TestPrefix:
         ]
         if gap == "filling":
             catalog.memory.reserve(catalog.ensure(keys[-1], 100), 3)
-        assert catalog.resident(keys) == rows[:-1]
-        assert catalog.resident(keys[-1:] + keys[:-1]) == []
+        assert resident(catalog, keys) == rows[:-1]
+        assert resident(catalog, keys[-1:] + keys[:-1]) == []
 
     def test_leases_are_counted_and_protect(self, count: int) -> None:
         catalog = Catalog()
@@ -173,9 +173,9 @@ class TestPrefix:
         at = np.arange(count, dtype=np.int64)
         rows = catalog.recover(as_words(keys), np.full(count, 512, dtype=np.int64), at + 50)
         assert catalog.rows(keys) == rows.tolist()
-        assert catalog.resident(keys) == rows.tolist()
-        assert catalog.disk.count == count
-        assert [catalog.disk.location[row] for row in rows.tolist()] == list(range(50, 50 + count))
+        assert resident(catalog, keys) == rows.tolist()
+        assert catalog.files[0].count == count
+        assert [catalog.files[0].location[row] for row in rows.tolist()] == list(range(50, 50 + count))
         assert {catalog.nbytes[row] for row in rows.tolist()} == {512}
         stamps = [catalog.tree.stamp[row] for row in rows.tolist()]
         assert stamps == sorted(set(stamps))
@@ -218,7 +218,7 @@ class TestRemoval:
         catalog.forget_if_gone(row)
         assert catalog.row(key(1)) == row, "there is a copy"
         catalog.lease([row])
-        catalog.disk.drop(row)
+        catalog.files[0].drop(row)
         catalog.forget_if_gone(row)
         assert catalog.row(key(1)) == row, "it is leased"
         assert catalog.unlease([row]) == [row]

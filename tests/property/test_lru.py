@@ -10,6 +10,7 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from tests.support.catalogs import resident
 
 from kvdepot.core.block import BlockKey
 from kvdepot.index import catalog as catalog_module
@@ -161,7 +162,7 @@ class CatalogMachine(RuleBasedStateMachine):
         if block.group:
             self.leave(block)
         if block.disk:
-            self.catalog.disk.drop(block.row)
+            self.catalog.files[0].drop(block.row)
             block.disk = False
         self.forget_if_gone(block)
 
@@ -196,22 +197,22 @@ class CatalogMachine(RuleBasedStateMachine):
     def write_down(self, number: int) -> None:
         block = self.known(number)
         if not block.disk:
-            self.catalog.disk.reserve(block.row, number)
-            self.catalog.disk.seal(block.row)
+            self.catalog.files[0].reserve(block.row, number)
+            self.catalog.files[0].seal(block.row)
             block.disk = True
 
     @rule(number=Numbers)
     def drop_disk(self, number: int) -> None:
         block = self.model.known.get(number)
         if block is not None and block.disk and not block.leases:
-            self.catalog.disk.drop(block.row)
+            self.catalog.files[0].drop(block.row)
             block.disk = False
             self.forget_if_gone(block)
 
     @rule(number=Numbers)
     def use(self, number: int) -> None:
         keys = [key_of(n) for n in prompt(number)]
-        rows = self.catalog.resident(keys)
+        rows = resident(self.catalog, keys)
         blocks = []
         for n in prompt(number):
             found = self.model.known.get(n)
@@ -224,7 +225,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule(number=Numbers)
     def lease(self, number: int) -> None:
-        rows = self.catalog.resident([key_of(n) for n in prompt(number)])
+        rows = resident(self.catalog, [key_of(n) for n in prompt(number)])
         blocks = [self.model.known[n] for n in prompt(number)[: len(rows)]]
         self.catalog.lease(rows)
         for block in blocks:
@@ -273,7 +274,7 @@ class CatalogMachine(RuleBasedStateMachine):
             assert self.catalog.leaves.coldest(group) == (line[0].row if line else NONE)
         assert self.catalog.leased == sum(map(len, self.leases))
         assert self.catalog.memory.count == sum(1 for b in self.everybody() if b.group)
-        assert self.catalog.disk.count == sum(1 for b in self.everybody() if b.disk)
+        assert self.catalog.files[0].count == sum(1 for b in self.everybody() if b.disk)
 
     def everybody(self) -> set[Block]:
         ghosts = {block for blocks in self.leases for block in blocks} | set(self.dirty)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import kvdepot
+from kvdepot.config.loader import developer_options
 from kvdepot.config.settings import Config
 from kvdepot.core.admin import DepotAdmin, DepotVolumes
 from kvdepot.core.audit import DepotAudits
@@ -26,6 +27,12 @@ from kvdepot.depot import Depot
 
 FOLDER: Final = Path(__file__).parents[2] / "docs" / "reference"
 WRITTEN: Final = "Written by `python -m tests.support.reference_pages`. Do not edit.\n"
+
+DEVELOPER: Final = textwrap.fill(
+    "For tests and experiments. They are accepted in every source and may change in any release. "
+    "`kvdepot config show` prints one only if it differs from its default.",
+    120,
+)
 
 
 def configuration() -> str:
@@ -45,6 +52,16 @@ def configuration() -> str:
         if name:
             lines += [" ".join((inspect.getdoc(table) or "").split()), ""]
         lines += ["| setting | default | |", "|---|---|---|", *rows(table)]
+    lines += [
+        "",
+        "## Developer options\n",
+        DEVELOPER,
+        "",
+        "| option | default | |",
+        "|---|---|---|",
+    ]
+    for name, table in tables(Config):
+        lines += rows(table, name)
     return "\n".join(lines) + "\n"
 
 
@@ -68,11 +85,14 @@ def table_in(hint: Any) -> type | None:
     return next((one for one in found if dataclasses.is_dataclass(one)), None)  # type: ignore[return-value]
 
 
-def rows(table: type) -> Iterator[str]:
+def rows(table: type, developer: str | None = None) -> Iterator[str]:
+    """The settings of a table; if its name is given as `developer`, its developer options."""
     said = meanings(table)
     for field, hint in fields(table):
-        if table_in(hint) is None:
-            yield f"| `{field.name}` | {default(field)} | {escaped(said.get(field.name, ''))} |"
+        is_option = field.name in developer_options(table)
+        if table_in(hint) is None and is_option == (developer is not None):
+            name = f"{developer}.{field.name}" if developer else field.name
+            yield f"| `{name}` | {default(field)} | {escaped(said.get(field.name, ''))} |"
 
 
 def meanings(table: type) -> dict[str, str]:

@@ -31,7 +31,7 @@ from kvdepot.testing.torture.ledger import Expectation, Ledger
 from kvdepot.testing.torture.rounds import (
     KINDS,
     Kind,
-    LastWords,
+    RecordedKill,
     RoundOutcome,
     TorturedFiles,
     _follow,
@@ -167,8 +167,8 @@ def test_room_is_left_for_a_segment_that_is_begun_after_the_last_words(tmp_path:
     ledger = Ledger()
 
     def live() -> None:
-        words = LastWords(ledger, 0)
-        store = words.store = world.open()
+        end = RecordedKill(ledger, 0)
+        store = end.store = world.open()
         session = StoreSession(world, store, ledger, random.Random(1), Trust())
         volume = store.inspect().log_volume()
         for blocks in prompts():
@@ -177,11 +177,11 @@ def test_room_is_left_for_a_segment_that_is_begun_after_the_last_words(tmp_path:
                 session.flush()
         assert len(volume.segments().segments) == 3
         volume.set_limits(3 * SEGMENT_BYTES, may_write=True)
-        words.say()
+        end.record()
         for number in range(18):  # as a thread that is at a write, and needs no lock of the store
             moved = make_records([make_key(number)], 6_000)
             volume.append(moved.rows, Purpose.MOVE)
-        words.end()
+        end.kill()
 
     assert in_child(world, ledger, live) == -signal.SIGKILL
     ledger.catch_up()
@@ -190,7 +190,7 @@ def test_room_is_left_for_a_segment_that_is_begun_after_the_last_words(tmp_path:
     ledger.write("open")
     with world.open() as store:
         judge_store(store, world, ledger)
-    assert ledger.expected.told
+    assert ledger.expected.had_snapshot
     assert [fact for fact in ledger.everything() if fact["fact"] == "fault"] == []
     ledger.close()
 

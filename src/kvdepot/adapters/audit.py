@@ -69,7 +69,7 @@ def compare(kept: Any, computed: Any, layout: KVLayout, decode: Decode | None = 
 
 
 def _groups(numbers: Floats, layers: int) -> Floats:
-    """By layer and group. Zeros fill the last group of a layer."""
+    """The numbers by layer and group; the last group of a layer is padded with zeros."""
     rows = numbers.reshape(layers, -1)
     rest = -rows.shape[1] % _GROUP
     return np.pad(rows, ((0, 0), (0, rest))).reshape(layers, -1, _GROUP)
@@ -117,7 +117,7 @@ class HitChooser:
         self._config = config
         self._lock = threading.Lock()
         self._due: dict[bytes, float] = {}
-        """By the tag of the namespace. From 1.0 on the next hit is audited."""
+        """Audits due by namespace tag; at 1.0 the next hit is audited."""
 
     def choose(self, key: BlockKey, *, busy: bool) -> bool:
         """Returns True if this hit is to be audited. `key` is the key of any of its blocks."""

@@ -51,7 +51,7 @@ class PrefillReporter:
 
         thread = threading.Thread(target=send, name="kvdepot-prefill", daemon=True)
         thread.start()
-        self._thread = thread  # once started: `wait` may run beside this
+        self._thread = thread  # only once started, because `wait` may run concurrently
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the last report has arrived."""

@@ -161,7 +161,7 @@ def measure_lookups(directory: Path, calls: int) -> list[Result]:
             for _ in range(_MATCH_ROUNDS):
                 with busy_clients(address, CLIENTS, work):
                     rounds.append(round_trips(store, keys, calls))
-            label = f"beside {CLIENTS} clients that {what}"
+            label = f"with {CLIENTS} clients that {what}"
             results += _latencies(label, [taken for batch in rounds for taken in batch], rounds)
     return results
 

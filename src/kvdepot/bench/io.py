@@ -1,4 +1,4 @@
-"""`bench io`: the native I/O engines and copies, beside the raw device and the fastest copy."""
+"""`bench io`: the native I/O engines and copies, compared with the raw device and fastest copy."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

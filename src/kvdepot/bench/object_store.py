@@ -132,7 +132,7 @@ def new_prefix(settings: Settings, capacity: int) -> Iterator[dict[str, Any]]:
 def config_of(section: dict[str, Any]) -> ObjectConfig:
     config = load(overrides={"object": section}).object
     if config is None:
-        raise ConfigError("object.url", "is missing", hint="--url s3://bucket/prefix")
+        raise ConfigError("object.url", "is missing", hint="add --url s3://BUCKET/PREFIX")
     return config
 
 

@@ -110,7 +110,7 @@ class Timings:
     def row(
         self, tier: str, op: str, block_bytes: int, nbytes: int, bar: float | None = None
     ) -> SpeedRow:
-        """As a row; each run moved `nbytes`."""
+        """The row of a table, if each run moved `nbytes`."""
         ratios = self.ratios()
         return SpeedRow(
             tier=tier,

@@ -15,7 +15,7 @@ from kvdepot.depot import Depot
 from kvdepot.errors import ConfigError
 
 SYSTEM_SOCKET: Final = Path("/run/kvdepot/depot.sock")
-"""Where the daemon of a whole machine listens, as deploy/ starts it."""
+"""The socket of a machine's daemon, as deploy/ starts it."""
 DAEMON: Final = f"""
 --socket PATH         the daemon's socket (default: {SOCKET_ENV}, else kvdepot/depot.sock in your
                       runtime directory, else {SYSTEM_SOCKET})
@@ -36,18 +36,18 @@ def parse_settings(settings: Sequence[str], example: str = "ssd.capacity=20GiB")
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not name or not equals:
-            raise ConfigError(setting, "is not NAME=VALUE", hint=f"--set {example}, for example")
+            raise ConfigError(setting, "is not NAME=VALUE", hint=f"write --set {example}")
         overrides[name.strip()] = value.strip()
     return overrides
 
 
 def load_settings(args: argparse.Namespace) -> config.Config:
-    """The settings in force: defaults, --config, the environment, --set; the last one counts."""
+    """The effective settings: defaults, --config, the environment, --set; the last one counts."""
     return config.load(args.config, env=args.env, overrides=parse_settings(args.set))
 
 
 def socket_path(args: argparse.Namespace) -> Path:
-    """Where a daemon of this user listens: --socket, KVDEPOT_SOCKET, or the runtime folder."""
+    """The socket of this user's daemon: --socket, KVDEPOT_SOCKET, or in the runtime folder."""
     named = args.socket or args.env.get(SOCKET_ENV)
     return Path(named) if named else runtime_folder(args.env) / SYSTEM_SOCKET.name
 

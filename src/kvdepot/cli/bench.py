@@ -222,7 +222,7 @@ COMMAND = Command(
             "compare stores that share a bucket with obstore alone",
             run_object,
             f"""
-            --url URL           s3://bucket/prefix; what is written is deleted [required]
+            --url URL           s3://bucket/prefix; its new objects are deleted [required]
             --set NAME=VALUE    a setting of the object tier, such as
                                 object.endpoint=http://127.0.0.1:9000 [repeat]
             {BLOCK + SIZE}

@@ -12,7 +12,7 @@ from kvdepot.store.check.offline import AuditReport, audit
 from kvdepot.store.check.repair import repair
 
 SHOWN_MAX = 20
-"""Findings printed for people; --json has all of them."""
+"""Findings printed as text; --json has all of them."""
 
 
 def run(args: argparse.Namespace) -> Answer:
@@ -72,7 +72,7 @@ COMMAND = Command(
     "meanwhile. Exits with 1 if the store is damaged.",
     options="""
     PATH        a directory or block device
-    --repair    remove what is damaged; no process may have the store open
+    --repair    remove damaged blocks and records; no process may have the store open
     """,
     run=run,
 )

@@ -104,7 +104,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "HOST:PORT": address,
     **dict.fromkeys(("DIR", "DRIVE", "FILE", "PATH"), Path),
 }
-"""How a value is parsed, by the metavar of its option; without an entry it is a text."""
+"""Parsers of values by the metavar of an option; without an entry the value is a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Option:
     not_with: tuple[str, ...] = ()
     """Options with which this one has no effect, and is refused."""
     alone: bool = False
-    """With this option all others have no effect, and are refused."""
+    """True if all other options have no effect with this one, and are refused."""
 
     @property
     def dest(self) -> str:
@@ -203,7 +203,7 @@ def _shown(mark: re.Match[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a command, for scripts (`--json`) and for people."""
+    """The result of a command, as JSON (`--json`) and as text."""
 
     document: object
     text: str | Iterable[str] = ()
@@ -250,7 +250,7 @@ def load_command(name: str) -> Command:
 
 
 def command_tree() -> list[tuple[str, Command]]:
-    """All commands by what is typed, such as `kvdepot session pin`; imports all modules."""
+    """All commands by full name, such as `kvdepot session pin`; imports all modules."""
 
     def walk(name: str, command: Command) -> Iterator[tuple[str, Command]]:
         yield name, command

@@ -1,4 +1,4 @@
-"""`kvdepot config show|check`: the settings in force, and whether a file can be used."""
+"""`kvdepot config show|check`: shows the effective settings, and checks a file."""
 
 import argparse
 from collections.abc import Iterator
@@ -39,23 +39,23 @@ def require_room(settings: config.Config) -> None:
         raise ConfigError(
             problems[0].partition(":")[0],
             "; ".join(problem.partition(": ")[2] for problem in problems),
-            hint="less capacity, or another disk; --file-only for a file of another machine",
+            hint="reduce the capacity, or add --file-only if the file is for another machine",
         )
 
 
 def missing_paths(settings: config.Config) -> Iterator[str]:
-    """Folders that the store would create, and on which disk, which may not be mounted."""
+    """Warnings for folders that do not exist: their disk may not be mounted."""
     for tier in settings.file_tiers:
         for path in tier.path:
             if not path.exists():
                 where = nearest(path)
-                yield f"{tier.TIER}.path: {path} does not exist; it would be made below {where}"
+                yield f"{tier.TIER}.path: {path} does not exist; it would be created in {where}"
 
 
 COMMAND = Command(
     verbs={
         "show": Command(
-            "print every setting in force, as TOML with comments",
+            "print all effective settings, as TOML with comments",
             "The defaults, then the file, then KVDEPOT_… variables, then --set; the last one "
             "counts. Secrets are hidden.",
             SETTINGS,

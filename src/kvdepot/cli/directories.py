@@ -22,7 +22,7 @@ def choose_parent(given: Path | None, needed_bytes: int) -> PathFacts:
     """
     if given is not None:
         if not given.is_dir():
-            reason = f"{given} is no directory" if given.exists() else f"{given} does not exist"
+            reason = f"{given} is not a directory" if given.exists() else f"{given} does not exist"
             raise ConfigError("--path", reason, hint=f"mkdir -p {given}")
         candidates = [given]
     else:

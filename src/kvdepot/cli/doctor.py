@@ -314,7 +314,7 @@ def swap_check(root: Path) -> Check:
 
 
 def core_dump_check(root: Path, limit_bytes: int) -> Check:
-    """A handler behind a pipe gets dumps whatever the limit is."""
+    """Core dumps: a handler behind a pipe gets them regardless of the limit."""
     pattern = read_text(root / "proc/sys/kernel/core_pattern")
     to_handler = pattern.startswith("|")
     if not to_handler and (limit_bytes == 0 or not pattern):

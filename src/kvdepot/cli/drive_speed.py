@@ -27,7 +27,7 @@ _CHUNK_BYTES: Final = 4 << 20
 _FILL_S: Final = 2.0
 _POLL_S: Final = 0.1
 _LIMIT_S: Final = 30.0
-"""For one drive; far more than measuring takes."""
+"""The time limit for one drive, far more than measuring takes."""
 
 
 def profile_text(profile: Profile) -> str:

@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> Answer:
     settings = load_settings(args)
     if settings.nats is None:
         raise ConfigError(
-            "nats.servers", "is not set", hint="--set nats.servers=nats://broker:4222, or --config"
+            "nats.servers", "is not set", hint="add --set nats.servers=nats://HOST:4222"
         )
     try:
         message = HintMessage(

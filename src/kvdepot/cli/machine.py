@@ -29,7 +29,7 @@ class Disk:
     name: str
     size_bytes: int
     rotational: bool
-    """As the disk says; virtual disks often say so and are not."""
+    """The disk's own report; virtual disks often report this wrongly."""
     model: str
 
     def __str__(self) -> str:

@@ -47,7 +47,7 @@ def document(value: object) -> None:
 
 
 def json_line(value: Mapping[str, Any]) -> None:
-    """Print one line of JSON at once, for the reader of a command that goes on."""
+    """Print one line of JSON and flush it, for readers of a command that keeps running."""
     data(json.dumps(value))
     flush()
 
@@ -106,7 +106,7 @@ def talk_stream() -> TextIO:
 
 
 def discard_stdout() -> None:
-    """Drop what is buffered for a reader that is gone, so that interpreter exit does not fail."""
+    """Drop buffered output for a closed pipe, so that interpreter exit does not fail."""
     if sys.stdout is None:
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)

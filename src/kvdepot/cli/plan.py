@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> Answer:
     with output.Progress("trying mixes", len(all_mixes(parts))) as progress:
         plan = make_plan(scenario, parts, advance=progress.advance)
     if absent:
-        output.say(f"left out: {', '.join(absent)}; this kvdepot has no such tier")
+        output.say(f"left out: {', '.join(absent)}; this version has no such tier")
     report = report_of(plan)
     if args.report is not None:
         write_page(args.report, report.html(Origin.of(args.typed)))
@@ -162,7 +162,7 @@ def time_text(seconds: float | None) -> str:
 def age_text(seconds: float) -> str:
     if seconds <= 0:
         return "-"
-    return "for ever" if seconds >= NEVER_S else format_duration(seconds)
+    return "forever" if seconds >= NEVER_S else format_duration(seconds)
 
 
 def money_text(parts: Parts, amount: float) -> str:

@@ -136,7 +136,7 @@ class Curves:
     limit: float | None = None
     """A height that is marked as the goal."""
     x_label: Callable[[float], str] | None = None
-    """With it the horizontal axis is logarithmic, with a tick at each point."""
+    """Labels of a logarithmic horizontal axis with a tick at each point; None: a linear axis."""
 
     def legend(self) -> Sequence[Curve]:
         return [curve for curve in self.curves if curve.name]
@@ -233,7 +233,7 @@ class Origin:
 
     @classmethod
     def of(cls, command: str) -> Self:
-        """For a report that `command` makes on this machine, now."""
+        """The origin of a report that `command` makes now on this machine."""
         facts = read_machine()
         machine = ", ".join(
             [
@@ -266,7 +266,7 @@ class Report:
     sections: Sequence[Section]
 
     def text(self) -> str:
-        """For the terminal: the paragraphs and tables."""
+        """The paragraphs and tables, for the terminal."""
         blocks = [self.title, self.lead]
         for section in self.sections:
             shown = [part for part in section.parts if isinstance(part, str | Table)]

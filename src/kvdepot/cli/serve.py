@@ -90,7 +90,7 @@ def stop(daemon: Daemon) -> None:
 
 
 def announce(daemon: Daemon, path: Path, args: argparse.Namespace, http: str) -> None:
-    """Tell people, scripts and systemd that clients can connect."""
+    """Announce on stdout and to systemd that clients can connect."""
     stats = daemon.store.stats()
     if args.json:
         facts = {"ready": True, "socket": str(path), "pid": os.getpid()}
@@ -111,7 +111,7 @@ def announce(daemon: Daemon, path: Path, args: argparse.Namespace, http: str) ->
 
 
 def notify(address: str) -> None:
-    """Tell systemd that a unit of Type=notify is ready."""
+    """Notify systemd that a unit of Type=notify is ready."""
     name = "\0" + address[1:] if address.startswith("@") else address
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
         sending.connect(name)

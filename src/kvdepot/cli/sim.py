@@ -46,7 +46,7 @@ from kvdepot.sim.worker import HBM
 from kvdepot.sim.workload import Workload
 
 SHOWN_MAX: Final = 5
-"""Bad lines printed for people; --json has all of them."""
+"""Bad lines printed as text; --json has all of them."""
 BUSY: Final = 0.95
 """A GPU or a tier that is busy for a larger share of the time is overloaded."""
 CLASSES: Final = 14
@@ -91,7 +91,7 @@ class Simulation:
 
 def run(args: argparse.Namespace) -> Answer:
     if not args.trace and not args.workload:
-        raise ConfigError("sim", "needs requests", hint="--trace FILE, or --workload multi-turn")
+        raise ConfigError("sim", "needs requests", hint="add --trace FILE or --workload multi-turn")
     return run_hits(args) if args.hits_only else run_fleet(args)
 
 
@@ -282,7 +282,7 @@ def simulate(
             "GPU memory",
             f"none of the {findings.refused:,} requests fits: prompts and answers are longer than "
             "the space that the weights leave",
-            hint="more GPUs for a copy (--set fleet.tp=N), another fleet.gpu, or shorter prompts",
+            hint="use more GPUs for a copy (--set fleet.tp=N) or another GPU (--set fleet.gpu=NAME)",
         )
     elapsed_s = time.perf_counter() - started_s
     return Simulation(machines, findings, bill_of(findings, machines, parts), elapsed_s)

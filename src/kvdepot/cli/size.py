@@ -20,7 +20,9 @@ def run(args: argparse.Namespace) -> Answer:
     if args.models:
         return list_models()
     if args.model is None:
-        raise ConfigError("--model", "is missing", hint="--model NAME; --models lists all names")
+        raise ConfigError(
+            "--model", "is missing", hint="add --model NAME; --models lists the names"
+        )
     facts = measure(args)
     note = f"kvdepot stores {RAW} blocks; the other codecs are for comparison"
     return Answer(facts, lines(facts), notes=[note])

@@ -49,7 +49,7 @@ def document(stats: Stats) -> dict[str, Any]:
 
 
 def screen(stats: Stats, flows: Mapping[str, float] | None = None, columns: int = 0) -> str:
-    """The page for people, cut at `columns` (by default those of the terminal).
+    """The stats as text, cut at `columns` (by default those of the terminal).
 
     `flows` are bytes a second that each tier serves; without them the totals are shown.
     """

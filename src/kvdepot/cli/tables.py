@@ -44,7 +44,7 @@ class Table:
         return cls(list(columns), found)
 
     def text(self, width: int | None = None) -> str:
-        """For a terminal of `width` columns (default: that of stdout, else without a limit).
+        """The table for a terminal of `width` columns (default: that of stdout, else no limit).
 
         Words are wrapped to fit. If that is not enough, each row becomes a list of its cells.
         """

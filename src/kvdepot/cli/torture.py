@@ -23,7 +23,7 @@ from kvdepot.testing.torture.ledger import FAULTS
 from kvdepot.testing.torture.rounds import KINDS, Kind, RoundOutcome, torture
 
 SHOWN_MAX = 5
-"""Faults of one round that are printed for people; --json has all of them."""
+"""Faults of one round that are printed as text; --json has all of them."""
 Totals = dict[Kind, Counter[str]]
 """Rounds, what was done in them, contracts and faults of each kind."""
 HEADS = ["", "rounds", "number", "contracts"]
@@ -33,7 +33,7 @@ HEADS += ["wrong", "lost", "back", "broken", "late", "leaked", "unclean", "error
 def parse_kinds(text: str) -> tuple[Kind, ...]:
     kinds = tuple(kind for kind in KINDS if kind in text.split(","))
     if len(kinds) != len(set(text.split(","))):
-        raise ValueError(f"{text!r} is not made of {', '.join(KINDS)}")
+        raise ValueError(f"invalid kinds {text!r} (expected some of {', '.join(KINDS)})")
     return kinds
 
 

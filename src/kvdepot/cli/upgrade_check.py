@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> Answer:
     ready = all(finding.verdict != "stop" for finding in findings)
     versions = {"version": kvdepot.__version__, "format": FORMAT, "protocol": PROTOCOL}
     spoken = f"protocols {PROTOCOL_OLDEST} to {PROTOCOL}"
-    verdict = "ready to upgrade" if ready else "not ready: do what is listed for `stop` first"
+    verdict = "ready to upgrade" if ready else "not ready: do the steps listed for `stop` first"
     return Answer(
         {"ok": ready, **versions, "protocol_oldest": PROTOCOL_OLDEST, "findings": findings},
         [Table.of(findings, COLUMNS).text(), verdict],

@@ -20,7 +20,7 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -352,8 +352,24 @@ _READERS: Final[dict[Any, Callable[[Any], Any]]] = {
 
 def show(config: Any) -> dict[str, Any]:
     """The values of a dataclass tree for JSON, sizes and times with units, secrets masked."""
-    cls: Any = type(config)
-    return {name: _shown(hint, getattr(config, name)) for name, hint in _hints(cls).items()}
+    hints = _hints(type(config))
+    return {
+        item.name: _shown(hints[item.name], getattr(config, item.name))
+        for item in _shown_fields(type(config), config)
+    }
+
+
+def developer_options(cls: type) -> frozenset[str]:
+    """The fields of a class that are no settings: accepted, and not part of the reference."""
+    return frozenset(getattr(cls, "DEVELOPER", "").split())
+
+
+def _shown_fields(cls: type, config: Any) -> "Iterator[dataclasses.Field[Any]]":
+    """The settings of a class, and the developer options of `config` that are not the default."""
+    for item in dataclasses.fields(cls):
+        is_hidden = item.name in developer_options(cls)
+        if not is_hidden or (config and getattr(config, item.name) != _default(item)):
+            yield item
 
 
 def _shown(hint: Any, value: Any) -> Any:
@@ -387,7 +403,7 @@ def _table_lines(cls: type, config: Any, path: str) -> list[str]:
     """The lines of one table; a template with the defaults when `config` is None."""
     lines: list[str] = []
     tables: list[str] = []
-    for item in dataclasses.fields(cls):
+    for item in _shown_fields(cls, config):
         shape, comment = _shape(_hints(cls)[item.name]), _field_docs(cls).get(item.name, "")
         value = _default(item) if config is None else getattr(config, item.name)
         if shape.has_tables:

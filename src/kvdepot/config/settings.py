@@ -3,6 +3,9 @@
 Sources, lowest to highest: the defaults here, a TOML file, an environment mapping (KVDEPOT_*, `__`
 between levels), overrides. Unknown keys are errors, and so are sizes that cannot work. The caller
 passes the environment in; nothing here reads it.
+
+Options named in DEVELOPER are for tests and experiments. They are accepted like settings, may
+change in any release, and are shown only if they differ from their default.
 """
 
 import ipaddress
@@ -47,6 +50,8 @@ Seconds = Annotated[float, Unit.SECONDS]
 class DramConfig:
     """The memory tier. `dram = "2GiB"` alone means its capacity."""
 
+    DEVELOPER: ClassVar[str] = "shared"
+
     SHORTHAND: ClassVar[str] = "capacity"
 
     capacity: Bytes = GIB
@@ -82,6 +87,8 @@ class CxlConfig:
 
     Without `node` or `path`, ordinary DRAM is used and reported as emulated.
     """
+
+    DEVELOPER: ClassVar[str] = "lock prefault"
 
     SHORTHAND: ClassVar[str] = "capacity"
 
@@ -123,6 +130,10 @@ class CxlConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTierConfig:
     """A tier of append-only segments in one or many directories or block devices."""
+
+    DEVELOPER: ClassVar[str] = (
+        "io_depth promote eviction retry_initial retry_max write_timeout profile"
+    )
 
     TIER: ClassVar[str] = ""
     SEGMENT_BYTES_AUTOMATIC: ClassVar[int] = 256 * MIB
@@ -289,6 +300,8 @@ class HddConfig(FileTierConfig):
 class PluginConfig:
     """A tier of another package, below those of drives."""
 
+    DEVELOPER: ClassVar[str] = "promote eviction read_timeout write_timeout"
+
     TIER: ClassVar[str] = "plugin"
 
     name: str
@@ -335,6 +348,11 @@ _FOLDER_REFRESH_S: Final = 0.5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectConfig:
     """A bucket, or a folder that several machines mount; several stores can share it."""
+
+    DEVELOPER: ClassVar[str] = (
+        "promote eviction retry_initial retry_max measure refresh parallel object_size "
+        "write_timeout grace"
+    )
 
     TIER: ClassVar[str] = "object"
 
@@ -519,6 +537,8 @@ LowerTierConfig = FileTierConfig | PluginConfig | ObjectConfig
 class WritebackConfig:
     """Writing of blocks from memory to disk in the background."""
 
+    DEVELOPER: ClassVar[str] = "prefault batch"
+
     dirty_limit: float = 0.5
     """Share of the memory tier that may wait to be written; beyond it puts are throttled. Puts with
     timeout 0, such as those of vLLM, are accepted, and written later unless evicted before."""
@@ -548,6 +568,8 @@ class WritebackConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsConfig:
     """KV events for routers. `events = "tcp://127.0.0.1:5557"` alone means its endpoint."""
+
+    DEVELOPER: ClassVar[str] = "buffer interval resync_interval memory_medium storage_medium"
 
     SHORTHAND: ClassVar[str] = "endpoint"
 
@@ -621,6 +643,8 @@ def _is_loopback(host: str) -> bool:
 class SessionsConfig:
     """Limits of session records and of pins."""
 
+    DEVELOPER: ClassVar[str] = "keep_max"
+
     ttl: Seconds = 30 * 86400.0
     """A session that is not named for this time is forgotten, unless it is pinned."""
 
@@ -654,6 +678,8 @@ AUDIT_TOLERANCE: Final = MappingProxyType(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditConfig:
     """Audits: an engine recomputes some hits and compares them with the store (docs/audit.md)."""
+
+    DEVELOPER: ClassVar[str] = "tolerance"
 
     share: float = 0.0
     """Share of the hits of each namespace that are audited, the first hit included; 0: none. With
@@ -709,6 +735,8 @@ class LedgerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfig:
     """One tenant. Without a secret, only its name separates it from others."""
+
+    DEVELOPER: ClassVar[str] = "secret_hex"
 
     secret_file: Path | None = None
     """File that contains the secret that seeds the tenant's keys; a line end is ignored."""

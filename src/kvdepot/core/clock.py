@@ -14,7 +14,7 @@ STAMP_MAX: Final = (1 << 62) - 1
 OPENING_GAP: Final = 1 << 13
 """Stamps that are skipped when a store is opened, because a power cut may have lost records with
 them and the wall clock may have been set back since. 8 ms, less than the time to open a store:
-stamps must not run ahead of the clock, which orders the drives of different machines."""
+stamps must not run ahead of the clock, which orders records of drives that were used apart."""
 
 
 class Clock(Protocol):

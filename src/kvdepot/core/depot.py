@@ -1,4 +1,4 @@
-"""Results of a depot's calls: matches, leases, reservations, reports. Calls: kvdepot.depot."""
+"""Results of a depot's calls: matches, leases, reservations, reports. See kvdepot.depot."""
 
 import math
 import os
@@ -17,9 +17,9 @@ from kvdepot.core.volume import TIER_NAMES
 from kvdepot.errors import ConfigError, LeaseError
 
 CLOSE_TIMEOUT_S: Final = 30.0
-"""Default time that `flush` and `close` wait for the disks."""
+"""Default timeout of `flush` and `close`."""
 Layout = KVLayout | Mapping[str, Any] | str | os.PathLike[str]
-"""A KVLayout, or a Hugging Face config.json: its content or its path."""
+"""A KVLayout, or the content or path of a Hugging Face config.json."""
 
 
 MEMORY_TIERS: Final = ("dram", "cxl")
@@ -30,11 +30,11 @@ class Match:
     """The longest resident prefix of a chain of keys. `len(match)` is its length in blocks."""
 
     tiers: tuple[str, ...]
-    """For each matched block the fastest tier that has it."""
+    """The fastest tier of each matched block."""
 
     @classmethod
     def of(cls, codes: bytes) -> Self:
-        """A match whose tiers are given as places in TIER_NAMES. Most often they are the same."""
+        """A match with the tiers given as indices in TIER_NAMES, which are mostly the same."""
         for code in codes[:1]:
             if codes.count(code) == len(codes):
                 return cls((TIER_NAMES[code],) * len(codes))
@@ -45,53 +45,53 @@ class Match:
 
     @property
     def blocks_in_memory(self) -> int:
-        """Leading blocks that lie in memory: the others are worth offering again."""
+        """Number of leading blocks in memory. The others are worth another put."""
         there = enumerate(self.tiers)
         return next((at for at, tier in there if tier not in MEMORY_TIERS), len(self.tiers))
 
 
 class Durability(StrEnum):
-    """Why a block would not survive the end of the process; DURABLE if it would."""
+    """Why a block would be lost with the process; DURABLE if it would not."""
 
     DURABLE = "durable"
-    """On a drive, and made durable as configured."""
+    """Written to a drive, and synced as configured."""
     WAITING = "waiting"
-    """Not written, or not made durable, when time ran out."""
+    """Not written, or not synced, before the timeout."""
     POLICY = "policy"
     """The write mode keeps it in memory."""
     BUDGET = "budget"
-    """The drives have no writes left for it."""
+    """The drives' write budget is used up."""
     READ_ONLY = "read-only"
-    """The store may not write."""
+    """The store is read-only."""
     NO_DRIVE = "no-drive"
-    """The store has memory only."""
+    """The store has no drive."""
     FAILED = "failed"
-    """It could not be written, or its drive has failed."""
+    """A write failed, or its drive is down."""
     EVICTED = "evicted"
-    """It had to make room on its drive, and is in memory still; or in memory, and is gone."""
+    """Evicted: from its drive, and still in memory; or from memory before it was written."""
     ABSENT = "absent"
-    """The store does not have it."""
+    """Not in the store."""
     DAEMON = "daemon"
-    """It was put to a daemon that is gone since, and may have gone with it."""
+    """Put to a daemon that has ended since, so that it may be lost."""
 
 
 DURABILITY: Final = tuple(Durability)
-"""A block's durability is its place in here, in the index and between processes."""
+"""In the index and between processes a durability is an index in this tuple."""
 _UNFINISHED: Final = (Durability.WAITING, Durability.FAILED, Durability.DAEMON)
 
 
 @dataclass(frozen=True, slots=True)
 class FlushReport:
-    """Answer to `flush` and `close`. True only when all that was asked for is durable."""
+    """Result of `flush` and `close`. True if all requested blocks are durable."""
 
     complete: bool
-    """True if every block that the configuration sends to drives is durable there."""
+    """True if every block that the write modes send to drives is durable there."""
     durable: int = 0
-    """Blocks that are on drives."""
+    """Number of durable blocks."""
     not_durable: Mapping[Durability, int] = field(default_factory=dict)
-    """Number of blocks that are not durable, by reason."""
+    """Number of other blocks, by reason."""
     blocks: tuple[Durability, ...] = ()
-    """One for each of the keys that were asked for."""
+    """The durability of each key, if keys were given."""
 
     @classmethod
     def of(cls, blocks: Iterable[Durability]) -> Self:
@@ -110,18 +110,18 @@ class FlushReport:
 
     @property
     def waiting(self) -> int:
-        """Blocks still waiting to be written when time ran out."""
+        """Blocks that were not written before the timeout."""
         return self.not_durable.get(Durability.WAITING, 0)
 
     @property
     def given_up(self) -> int:
-        """Blocks that could not be written; they are in memory only, or gone."""
+        """Blocks whose writes failed: they are only in memory, or lost."""
         return self.not_durable.get(Durability.FAILED, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it should be."""
+    """A problem that a check found."""
 
     where: str
     what: str
@@ -132,7 +132,7 @@ class Finding:
 
 @dataclass(slots=True)
 class CheckReport:
-    """Answer to `check`. True when nothing was found."""
+    """Result of `check`. True if there are no findings."""
 
     blocks: int = 0
     nbytes: int = 0
@@ -159,16 +159,16 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceHandle:
-    """A namespace as one depot knows it: its layout, and the keys of its prompts."""
+    """A namespace registered with a depot. Computes the keys of prompts."""
 
     namespace: Namespace
     layout: KVLayout = field(init=False)
     block_bytes: int = field(init=False)
-    """Size of the buffer that one block fills."""
+    """Size of a block's buffer."""
     chunk_bytes: int = field(init=False)
-    """The payload is checksummed in pieces of this size."""
+    """Size of the parts of a payload that have a checksum each."""
     producer: int = field(init=False, default=0, compare=False)
-    """Number of the software that computes the blocks; 0 if unknown."""
+    """Number of the producer of the blocks; 0 if unknown."""
 
     def __post_init__(self) -> None:
         layout = self.namespace.layout
@@ -182,15 +182,15 @@ class NamespaceHandle:
         return self.namespace.tag
 
     def keys(self, token_ids: TokenIds, *, parent: BlockKey | None = None) -> list[BlockKey]:
-        """One key for each full block of a prompt. See Namespace.keys."""
+        """Return a key for each full block of a prompt. See Namespace.keys."""
         return self.namespace.keys(token_ids, parent=parent)
 
     def made_by(self, producer: int) -> None:
-        """Blocks that are put from now on say so in their records. See core.audit.producer_id."""
+        """Record this producer with all blocks put from now on. See core.audit.producer_id."""
         object.__setattr__(self, "producer", producer)
 
     def hashed_key(self, engine_hash: bytes, parent_hash: bytes | None = None) -> BlockKey:
-        """The key of a block that an engine names by a hash. See Namespace.hashed_key."""
+        """Return the key of a block that an engine names by a hash. See Namespace.hashed_key."""
         return self.namespace.hashed_key(engine_hash, parent_hash)
 
 
@@ -210,9 +210,9 @@ Sink = Callable[[list[Arrival]], None]
 
 
 class Lease(ABC):
-    """The leading blocks of a prompt, protected from eviction until `release` or the end of `with`.
+    """Protects the leading blocks of a prompt from eviction until `release` or the end of `with`.
 
-    `len(lease)` is how many blocks were resident; `keys` are theirs. Views must not be used after
+    `len(lease)` is the number of leased blocks; `keys` are their keys. Views must not be used after
     `release`.
     """
 
@@ -221,8 +221,8 @@ class Lease(ABC):
 
     @abstractmethod
     def view(self, index: int) -> memoryview | None:
-        """Payload of one leased block in place, read-only; None if it is on disk only. Memory as it
-        is: `deliver` and `get` verify it.
+        """The payload of a leased block in place, read-only; None if it is on disk only. It is not
+        verified; `deliver` and `get_many` do that.
         """
 
     @abstractmethod
@@ -235,17 +235,17 @@ class Lease(ABC):
         verify_concurrently: bool = False,
         timeout_s: float | None = None,
     ) -> list[GetResult]:
-        """Onboard without a copy: hand leased blocks, start <= i < stop, to `sink` in place.
+        """Pass the leased blocks start <= i < stop to `sink` in place: a read without a copy.
 
-        `sink` gets lists of Arrivals, in this thread, as blocks come: those in memory first, then
-        what is read from disk, all verified (blocks in memory unless dram.verify is off). One
-        answer for each block asked for; a block with a false answer was not handed over. Returns
-        after `timeout_s` (default ssd.read_timeout) plus the sink's own time. What the sink raises
-        is passed on; the lease goes on. Not a further use: the lease has counted it.
+        Calls `sink` in this thread with lists of Arrivals: first the blocks in memory, then blocks
+        as they are read from drives. All are verified (blocks in memory unless dram.verify is off).
+        Returns a result for each block; a block with a false result was not passed on. Blocks for
+        `timeout_s` at most (default ssd.read_timeout), plus the time of the sink. Exceptions of the
+        sink are passed on, and the lease stays valid. Does not count as a further use.
 
-        `verify_concurrently`: blocks in memory are handed over while several threads still verify
-        them. The sink may copy them, but only the answer says whether a copy is good, and a block
-        that was not may be handed over a second time, from another tier.
+        `verify_concurrently`: blocks in memory are passed on while threads still verify them. The
+        sink may copy them, but a copy is valid only if its result is true. A damaged block may be
+        passed on a second time, from another tier.
         """
 
     @abstractmethod
@@ -253,7 +253,7 @@ class Lease(ABC):
         """End the protection."""
 
     def release(self) -> None:
-        """Give up the protection. A second call is a LeaseError."""
+        """End the protection. A second call raises LeaseError."""
         if self._released:
             raise LeaseError("the lease was released already")
         self._released = True
@@ -276,29 +276,30 @@ class Lease(ABC):
 class Reservation(ABC):
     """Slots for new blocks. `close` and the end of `with` free slots that are not sealed.
 
-    `outcomes` has one answer for each key: STORED blocks have a slot to fill (`view`) and become
-    blocks of the store with `seal`; all others need nothing. THROTTLED ones did not fit together
-    with those before them: seal these, then reserve again. For one thread at a time.
+    `outcomes` has a result for each key. STORED: there is a slot to fill (`view`) and then to
+    `seal`. THROTTLED: there was no room together with the slots before; seal those, then reserve
+    again. Not thread-safe.
     """
 
     outcomes: list[PutResult]
 
     @abstractmethod
     def view(self, index: int) -> memoryview | None:
-        """The payload of a slot, to be filled; None where there is none. Not to be used after
-        `seal` or `close`.
+        """The payload of a slot, to be filled by the caller; None if the block has no slot. Must
+        not be used after `seal` or `close`.
         """
 
     @abstractmethod
     def seal(self, indices: Iterable[int] | None = None) -> None:
-        """These slots, or all, are filled: checksum them, make them blocks, queue them for disk.
+        """Checksum filled slots (default: all), make them visible and queue them for the drives.
 
-        Head first; a block is worth nothing without those before it.
+        Seal the first blocks of a prompt first: later ones are useless without them. LeaseError for
+        an index without an open slot.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give back the slots that were not sealed. May be called twice."""
+        """Free the slots that were not sealed. May be called twice."""
 
     def __len__(self) -> int:
         return len(self.outcomes)
@@ -311,29 +312,29 @@ class Reservation(ABC):
 
 
 class PrefetchHint(Protocol):
-    """Answer to `prefetch`: blocks that come to memory in the background."""
+    """Result of `prefetch`: blocks that are read into memory in the background."""
 
     wanted: int
-    """Blocks that it is to bring; others are in memory, unknown, or too many."""
+    """Number of blocks to read; others are in memory, unknown, or too many."""
     resident: int
-    """Leading blocks that are in the store."""
+    """Number of leading blocks that are in the store."""
 
     @property
     @abstractmethod
     def brought(self) -> int:
-        """Blocks that are in memory because of it, so far."""
+        """Number of blocks that it has read into memory so far."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Bring no more; what is under way still arrives. May be called twice."""
+        """Start no further reads; those under way complete. May be called twice."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
-        """True once everything was brought, or will not be; False after `timeout_s`."""
+        """Wait for the end of the prefetch. False if it has not ended after `timeout_s`."""
 
 
 def checked_deadline(deadline_s: float) -> float:
-    """Seconds from now. Raises ConfigError for what is no such number."""
+    """Return a valid deadline in seconds from now, or raise ConfigError."""
     if math.isnan(deadline_s) or deadline_s < 0:
         raise ConfigError("deadline_s", f"must be a number of seconds from now, not {deadline_s!r}")
     return float(deadline_s)

@@ -1,7 +1,7 @@
-"""Budget of bytes written to a drive that wears out. Pure: time is an argument.
+"""The write budget of a drive that wears out: a token bucket of bytes.
 
-A token bucket of bytes that holds the budget of an hour. It fills a little slower than the day's
-budget, by what it holds when full, so that no 24 hours exceed the budget.
+The bucket holds the budget of an hour. It is filled with the daily budget less one full bucket, so
+that the writes of any 24 hours stay within the budget.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Final
 
 DAY_S: Final = 86_400.0
 BURST_S: Final = 3600.0
-"""Unused time that is saved up for a burst."""
+"""Time whose budget the bucket holds."""
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class Endurance:
 
     daily_bytes: int
     level_bytes: float
-    """Below 0 after writes that could not be left out; further writes wait until it is above."""
+    """Below 0 after unavoidable writes; other writes wait until it is above 0."""
     at_s: float
     """Time of `level_bytes`, by a clock that continues across restarts."""
 
@@ -37,7 +37,7 @@ class Endurance:
         return self.bytes_per_s * BURST_S
 
     def fill(self, now_s: float) -> None:
-        """Add what the time since `at_s` brings. A clock that goes back adds nothing."""
+        """Add the budget of the time since `at_s`. A clock that was set back adds nothing."""
         if now_s > self.at_s:
             filled = self.level_bytes + (now_s - self.at_s) * self.bytes_per_s
             self.level_bytes, self.at_s = min(self.bucket_bytes, filled), now_s

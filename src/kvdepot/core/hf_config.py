@@ -1,8 +1,8 @@
-"""A model's KV groups, read from its Hugging Face config.json.
+"""Reads a model's KV groups from its Hugging Face config.json.
 
-Only model types in `MODELS` are understood. What a config leaves out is taken from the model's own
-configuration class (as of transformers 5.22) where published configs rely on that, and is an error
-otherwise: a wrong layout would be a wrong size, so nothing is guessed. Draft layers for
+Only the model types in `MODELS` are supported. A missing field gets the default of the model's own
+configuration class (as of transformers 5.22) if published configs rely on it; otherwise it is an
+error, since a wrong guess would give a wrong size. Draft layers for
 multi-token prediction (DeepSeek, Nemotron) are not counted. Sizes are those of the whole model;
 `KVLayout.shard` gives one shard's.
 """
@@ -53,12 +53,12 @@ _HINT: Final = "describe the layout yourself with KVLayout.gqa, mha, mla, state 
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """A config's values under one name each. A missing value is a ConfigError that names it."""
+    """The values of a config, with one name for each. A missing value is a ConfigError."""
 
     values: Mapping[str, Any]
 
     def get(self, name: str) -> Any:
-        """The value, or None when it is missing or null."""
+        """The value, or None if it is missing or null."""
         for alias in (name, *_ALIASES.get(name, ())):
             if self.values.get(alias) is not None:
                 return self.values[alias]
@@ -114,7 +114,7 @@ def _must_be_typed(fields: _Fields) -> list[LayerKind]:
 
 
 def _every(name: str, other: LayerKind) -> LayerRule:
-    """Every n-th layer is full attention, n from the config; the others are `other`."""
+    """Every n-th layer is full attention, the others are `other`. The config has n as `name`."""
 
     def rule(fields: _Fields) -> list[LayerKind]:
         period = fields.integer(name)
@@ -190,11 +190,11 @@ class _Model:
     """Rules for reading the configs of one model type."""
 
     layers: LayerRule = _all_full
-    """Each layer's kind, where the config has no layer_types."""
+    """The kinds of layers, if the config has no layer_types."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of the model's class, for fields that published configs leave out."""
+    """Defaults of the model's class for fields that published configs leave out."""
     kv_heads: Literal["given", "as heads", "falcon", "bigcode"] = "given"
-    """Where the number of K and V heads is read; "as heads": equal to all heads if not given."""
+    """How the number of K and V heads is read; "as heads": that of all heads if not given."""
     head_dim: Literal["given", "divided"] = "divided"
     """"divided": a missing head_dim is hidden_size / num_attention_heads; "given": an error."""
     mla: bool = False
@@ -268,12 +268,12 @@ MODELS: Final[Mapping[str, _Model]] = {
         _all_state, state=_mamba2("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
     ),
 }
-"""Every model type that is understood, and how."""
+"""The supported model types, and the rules to read their configs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Layers of one kind, and what the caller wants of them."""
+    """Layers of one kind, with the block size and dtype that the caller chose."""
 
     kind: LayerKind
     ids: tuple[int, ...]
@@ -287,11 +287,11 @@ def model_layout(
     dtype: DType | None = None,
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
 ) -> ModelLayout:
-    """The KV groups of the model that `config`, the content or path of a config.json, describes.
+    """The KV groups of the model with this `config`: the content or path of a config.json.
 
-    `dtype` is the KV cache's, the weights' when not given; states keep the model's. A multimodal
-    model's groups are those of its text part. Raises ConfigError that names what is missing or not
-    understood.
+    `dtype` is that of the KV cache, by default that of the weights; states have the model's dtype.
+    For a multimodal model the groups are those of its text part. Raises ConfigError, which names
+    the field that is missing or not supported.
     """
     fields, model = _text_fields(config)
     kinds = _layer_kinds(fields, model)
@@ -311,7 +311,7 @@ class AttentionCost:
     pair_flops: int
     """Floating-point operations, over these layers, for each pair of tokens that attend."""
     window: int | None
-    """The most tokens these layers look back on; None when there is no limit."""
+    """Most tokens that these layers attend to; None if there is no limit."""
 
 
 def attention_costs(config: Mapping[str, Any] | str | Path) -> tuple[AttentionCost, ...]:
@@ -340,18 +340,18 @@ def _key_value(fields: _Fields, model: _Model) -> int:
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """The content of a config.json. Raises ConfigError where there is none."""
+    """Read a config.json. Raises ConfigError if there is none."""
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(str(path), f"cannot be read as a config.json: {error}") from error
     if not isinstance(config, dict):
-        raise ConfigError(str(path), "is not a config.json: not an object")
+        raise ConfigError(str(path), "is not a config.json: it is not a JSON object")
     return config
 
 
 def _text_fields(config: Mapping[str, Any] | str | Path) -> tuple[_Fields, _Model]:
-    """The values of the model's text part, completed by what its class fills in."""
+    """The values of the model's text part, completed with the defaults of its class."""
     if not isinstance(config, Mapping):
         config = read_config(Path(config))
     for name in _TEXT_KEYS:

@@ -1,4 +1,4 @@
-"""The key of a block: how token ids become 32 bytes.
+"""Computes the key of a block, 32 bytes, from token ids.
 
     key    = tag (8) | link (8) | digest (16)
     digest = BLAKE2b-128(key=chain key, person="kvdepot-block-v1")(parent digest | tokens)
@@ -14,7 +14,7 @@ The first block's parent digest is 16 zero bytes. A real digest whose first half
 whole parent digest, so the keys stay distinct; a prefix tree merely sees a root where there is
 a child.
 
-Engines that name blocks by chained hashes of their own, without tokens, have keys made of
+For engines that name blocks by chained hashes of their own, without tokens, keys are made from
 these: digest = BLAKE2b-128(key=chain key, person="kvdepot-hash-v1")(engine's hash), and the link is
 the first half of the digest of the parent's hash.
 """
@@ -50,7 +50,7 @@ Encodable: TypeAlias = "int | str | bytes | tuple[Encodable, ...] | None"
 
 
 def encode(value: Encodable) -> bytes:
-    """One byte string per value, and no two values share one: the input of every identity digest.
+    """Encode a value so that different values have different bytes: the input of identity digests.
 
     None is "n"; an int is "i" and 8 bytes, signed little-endian; str (UTF-8, not normalised) and
     bytes are "s" and "b", an 8-byte length and the content; a tuple is "t", an 8-byte count and
@@ -71,7 +71,7 @@ def encode(value: Encodable) -> bytes:
 
 
 def token_bytes(token_ids: TokenIds) -> memoryview:
-    """`token_ids` as little-endian u32, as bytes. Copies at most once.
+    """The bytes of `token_ids` as little-endian u32. Copies them at most once.
 
     Raises KeyFormatError unless the ids are one-dimensional integers, 0 <= id < 2^32.
     """
@@ -107,7 +107,8 @@ def _from_buffer(ids: npt.NDArray[Any]) -> memoryview:
 def chain(
     tag: bytes, chain_key: bytes, tokens: memoryview, block_tokens: int, parent: BlockKey | None
 ) -> list[BlockKey]:
-    """Keys of the full blocks in `tokens` (from `token_bytes`); a partial tail has none.
+    """Compute the keys of the full blocks in `tokens` (from `token_bytes`); a partial tail has
+    none.
 
     `parent` is the key of the block before the first one, or None at the start of a prompt.
     """
@@ -129,7 +130,7 @@ def chain(
 def hashed_key(
     tag: bytes, chain_key: bytes, engine_hash: bytes, parent_hash: bytes | None
 ) -> BlockKey:
-    """Key of a block that an engine names by a hash, which covers all tokens up to its end.
+    """Compute the key of a block that an engine names by a hash of all tokens up to its end.
 
     `parent_hash` names the block before it; None at the start of a prompt.
     """
@@ -144,11 +145,11 @@ def hashed_key(
 
 
 def check_key(key: bytes) -> BlockKey:
-    """`key` as a BlockKey. Raises KeyFormatError unless it is 32 bytes."""
+    """Return `key` as a BlockKey. Raises KeyFormatError unless it is 32 bytes."""
     if not isinstance(key, bytes):
         raise KeyFormatError(f"a key is bytes, not {type(key).__name__}")
     if len(key) != KEY_BYTES:
-        raise KeyFormatError(f"a key has {KEY_BYTES} bytes, this one has {len(key)}")
+        raise KeyFormatError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
     return BlockKey(key)
 
 
@@ -158,7 +159,7 @@ def as_words(keys: Sequence[BlockKey]) -> Keys:
 
 
 def as_keys(words: Keys) -> list[BlockKey]:
-    """The keys of such an array."""
+    """The keys of an array of words (`as_words`)."""
     packed = words.tobytes()
     return [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
 
@@ -179,5 +180,7 @@ def digest_of(key: BlockKey) -> bytes:
 
 
 def without_link(key: BlockKey) -> BlockKey:
-    """The key of a block that is of use without the one before it: each is evicted by itself."""
+    """The key without its link, for a block that is useful without those before it (sliding
+    windows): such blocks are evicted independently.
+    """
     return BlockKey(key[:TAG_BYTES] + ROOT_LINK + key[TAG_BYTES + LINK_BYTES :])

@@ -1,11 +1,11 @@
-"""Layout of the bytes of one block.
+"""The layout of the bytes of a block.
 
 A block holds N tokens of all layers of one KV group, layer-major: everything of the group's first
 layer, then everything of the second, and so on. A range of layers is therefore one contiguous
 range of bytes. Within a layer the order is the engine's own.
 
 A model whose layers differ (sliding windows, chunked attention, state-space layers) has one group
-for each kind, since each is kept and reused by its own rule: `ModelLayout` is the tuple of them.
+for each kind, since each has its own rule of reuse: `ModelLayout` is the tuple of them.
 """
 
 from dataclasses import dataclass, replace
@@ -28,12 +28,12 @@ DTYPE_BYTES: Final[dict[str, int]] = {
     "int8": 1,
     "uint8": 1,
 }
-"""Bytes of one element. uint8 stands for bytes that only the engine can read."""
+"""Bytes of one element. uint8 is used for opaque bytes of an engine."""
 
 DEFAULT_BLOCK_TOKENS: Final = 256
 CHUNK_BYTES_MIN: Final = 64 << 10
 CHUNKS_MAX: Final = 480
-"""A record's header has room for this many checksums."""
+"""Most checksums in the head of a record."""
 
 _COUNT_MAX: Final = 1 << 40
 _LAYERS_MAX: Final = 1 << 20
@@ -52,11 +52,11 @@ _USED: Final[dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """One KV group of a model. Build it with `gqa`, `mha`, `mla`, `state` or `opaque`."""
+    """The layout of one KV group. Make it with `gqa`, `mha`, `mla`, `state` or `opaque`."""
 
     kind: Kind
-    """mha and gqa keep K and V per head; mla one latent vector for all heads; state a snapshot that
-    does not grow with the tokens; opaque is pages whose inside only the engine knows."""
+    """mha and gqa have K and V for each head; mla one latent vector for all heads; state a snapshot
+    whose size does not depend on the tokens; opaque pages whose format only the engine knows."""
     layers: int
     dtype: DType
     """Element type; for state groups that of the model."""
@@ -72,13 +72,13 @@ class KVLayout:
     rope_dim: int = 0
     """qk_rope_head_dim: elements of the shared rotary key that is kept with it (mla)."""
     state_bytes: int = 0
-    """Bytes of one layer in one block, whatever the tokens (state, opaque)."""
+    """Bytes of one layer in a block, for any number of tokens (state, opaque)."""
     sliding_window: int | None = None
-    """The layers see only this many last tokens."""
+    """Number of last tokens that the layers attend to."""
     attention_chunk: int | None = None
-    """The layers see only the tokens since the last multiple of this (Llama 4)."""
+    """The layers attend to tokens since the last multiple of this number (Llama 4)."""
     layer_ids: tuple[int, ...] = ()
-    """The model's own numbers of the group's layers, ascending; 0, 1, 2, ... when not given."""
+    """The model's numbers of the group's layers, ascending; 0, 1, 2, ... by default."""
 
     def __post_init__(self) -> None:
         _check_count("layers", self.layers, 1, _LAYERS_MAX)
@@ -162,7 +162,7 @@ class KVLayout:
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
         layer_ids: tuple[int, ...] = (),
     ) -> "KVLayout":
-        """State-space or linear attention: `state_bytes` a layer, as it is after a block's end."""
+        """State-space or linear attention: the state of a layer at the end of a block."""
         return cls(
             kind="state",
             layers=layers,
@@ -188,7 +188,7 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token adds, over all layers: 0 for state; rounded up for opaque."""
+        """Bytes of all layers for each token: 0 for state; rounded up for opaque."""
         if self.kind == "state":
             return 0
         if self.kind == "opaque":
@@ -201,18 +201,20 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: the size of every buffer given to `put` and `get`."""
+        """Bytes of a block: the size of each buffer of a put or get."""
         return self.layer_bytes * self.layers
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes under one checksum: whole layers, at least 64 KiB, at most 480 chunks a block."""
+        """Bytes with one checksum: whole layers of at least 64 KiB; a block has
+        480 chunks at most.
+        """
         least = max(CHUNK_BYTES_MIN, -(-self.block_bytes // CHUNKS_MAX))
         return -(-least // self.layer_bytes) * self.layer_bytes
 
     @property
     def window(self) -> int | None:
-        """The most tokens these layers look back on; None when there is no limit."""
+        """Most tokens that these layers attend to; None if there is no limit."""
         return self.sliding_window or self.attention_chunk
 
     def layer_range(self, start: int, stop: int) -> tuple[int, int]:
@@ -226,10 +228,10 @@ class KVLayout:
     def shard(self, rank: int, size: int) -> "KVLayout":
         """The layout of one tensor-parallel shard.
 
-        Heads are divided; where there are fewer heads than shards each shard holds one of them. A
-        latent (mla) is whole on every rank. The result is the same for every rank: the rank itself
-        belongs in the Namespace. Raises ConfigError where the heads do not divide, and for state
-        and opaque groups on more than one shard, which engines cut by rules of their own.
+        Heads are divided; if there are fewer heads than shards, each shard has one. A latent (mla)
+        is whole on every rank. The layout is the same for every rank; the rank belongs in the
+        Namespace. Raises ConfigError if the heads cannot be divided, and for more than one shard of
+        state and opaque groups, which each engine divides by its own rules.
         """
         if not 0 <= rank < size:
             raise ConfigError("shard_rank", f"{rank} of {size} is not a shard")
@@ -238,7 +240,7 @@ class KVLayout:
         if self.kind in ("state", "opaque"):
             raise ConfigError(
                 "shard_size",
-                f"a group of kind {self.kind} cannot be divided from its description",
+                f"a group of kind {self.kind} cannot be divided into shards",
                 hint="take the bytes of a layer from the engine and use KVLayout.state or opaque",
             )
         larger, smaller = max(self.kv_heads, size), min(self.kv_heads, size)
@@ -247,20 +249,20 @@ class KVLayout:
         return replace(self, kv_heads=max(1, self.kv_heads // size))
 
     def canonical(self) -> bytes:
-        """One byte string per layout, for the namespace's digest. Equal layouts, equal bytes."""
+        """Encode the layout for the namespace's digest. Equal layouts have equal bytes."""
         return encode(self._values())
 
     def description(self) -> dict[str, Any]:
-        """The fields as JSON-able values; `KVLayout.from_description` reads them."""
+        """The fields as values for JSON; the inverse of `from_description`."""
         return dict(self._values()) | {"layer_ids": list(self.layer_ids)}
 
     @classmethod
     def from_description(cls, fields: dict[str, Any]) -> "KVLayout":
-        """The layout that `description` described. Raises ConfigError for anything else."""
+        """Make a layout from a `description`. Raises ConfigError if it is malformed."""
         try:
             return cls(**{**fields, "layer_ids": tuple(fields["layer_ids"])})
         except (TypeError, KeyError) as error:
-            raise ConfigError("layout", f"is not a layout's description: {error}") from error
+            raise ConfigError("layout", f"invalid description: {error}") from error
 
     def _values(self) -> tuple[tuple[str, Any], ...]:
         names = ("kind", "layers", "dtype", "block_tokens", *_SIZES, *_WINDOWS, "layer_ids")
@@ -332,19 +334,19 @@ class ModelLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that each further token of a long context adds: full-attention groups only."""
+        """Bytes of each further token of a long context: those of full-attention groups."""
         return sum(group.bytes_per_token for group in self.groups if group.window is None)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of every group together."""
+        """Bytes of one block of each group together."""
         return sum(group.block_bytes for group in self.groups)
 
     def context_bytes(self, tokens: int) -> int:
-        """Bytes needed to go on after `tokens` tokens.
+        """Bytes needed to continue a context of `tokens` tokens.
 
-        All tokens of full-attention groups, at most the window of the others, one snapshot of
-        state groups (none for an empty context).
+        All tokens of full-attention groups, at most the window of others, one snapshot of each
+        state group (none for an empty context).
         """
         total = 0
         for group in self.groups:

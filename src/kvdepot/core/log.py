@@ -1,7 +1,7 @@
-"""Logging for what may happen often: each kind of event at most once in a while.
+"""Rate-limited logging of events that may happen often.
 
-Loggers are named "kvdepot.server", "kvdepot.client", "kvdepot.store". Without configuration by the
-program nothing is printed. Keys, tokens and secrets are never logged.
+Loggers are named "kvdepot.server", "kvdepot.client", "kvdepot.store". Nothing is printed unless the
+program configures logging. Keys, tokens and secrets are never logged.
 """
 
 import logging
@@ -16,7 +16,7 @@ logging.getLogger("kvdepot").addHandler(logging.NullHandler())
 
 
 class RateLimitedLog:
-    """A logger that passes each message text once in 10 seconds. Thread-safe."""
+    """A logger that logs each message text at most once in 10 seconds. Thread-safe."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logging.getLogger(name)
@@ -32,7 +32,7 @@ class RateLimitedLog:
         self._log(logging.WARNING, text, values)
 
     def error(self, text: str, *values: object, cause: BaseException) -> None:
-        """With the traceback of its cause."""
+        """Log an error with the traceback of `cause`."""
         self._log(logging.ERROR, text, values, cause)
 
     def _log(
@@ -42,7 +42,7 @@ class RateLimitedLog:
         values: tuple[object, ...],
         cause: BaseException | None = None,
     ) -> None:
-        """`text` is a format for `values`, and what is limited: its values may differ."""
+        """`text` is a format string. The limit is per `text`, for any `values`."""
         now = self._clock()
         with self._lock:
             if now - self._last.get(text, -_EVERY_S) < _EVERY_S:

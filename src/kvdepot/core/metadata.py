@@ -1,8 +1,8 @@
-"""Metadata of volumes: descriptions of namespaces, tombstones, sessions, a profile and the like.
+"""Metadata of volumes: descriptions of namespaces, tombstones, sessions, a profile and others.
 
-An entry has a kind, a name and a stamp. Of several entries with one kind and name the greatest
-stamp counts, on whichever volume it lies; an entry without a value deletes the others. Tombstones
-are merged: see `Tombstone.merged`.
+An entry has a kind, a name and a stamp. Of several entries with one kind and name, on any volume,
+the one with the greatest stamp counts; one without a value deletes the others. Tombstones are
+merged: see `Tombstone.merged`.
 """
 
 import struct
@@ -20,7 +20,7 @@ from kvdepot.core.clock import STAMP_MAX
 NAME_BYTES_MAX: Final = 1024
 VALUE_BYTES_MAX: Final = 8 << 20
 TOMBSTONE_AGE_US: Final = 30 * 86_400 * 1_000_000
-"""Deletions are kept for this time for a volume that is away."""
+"""Deletions are kept for this time, for volumes that are detached."""
 _U64: Final = struct.Struct("<Q")
 Array = npt.NDArray[Any]
 
@@ -31,15 +31,15 @@ class MetaKind(IntEnum):
     NAMESPACE = 1
     """Description of a namespace, as JSON [tag]."""
     TOMBSTONE = 2
-    """Records that are gone [key or tag]."""
+    """Deleted records [key or tag]."""
     SESSION = 3
     """A named prompt, as JSON [tag and session name]."""
     PIN = 4
     """Blocks of a session that are kept until a time, as JSON [tag and session name]."""
     QUARANTINE = 5
-    """A namespace of which nothing is served, as JSON [tag]."""
+    """A namespace in quarantine, as JSON [tag]."""
     PRODUCER = 6
-    """A program that computes blocks, as text [its number]."""
+    """The description of a producer, as text [its number]."""
     MEMBER = 7
     """A volume that belongs to the tier [its UUID]."""
     FLOOR = 8
@@ -49,7 +49,7 @@ class MetaKind(IntEnum):
     SLOTS = 10
     """Segments of the volume that have a file, as ranges [empty]."""
     BUDGET = 11
-    """Bytes that may still be written to the volume, and the time of that, two f64 [empty]."""
+    """Remaining write budget in bytes, and its time, two f64 [empty]."""
     OPENED = 12
     """The volume was opened for writing at this stamp, no value [empty]."""
 
@@ -60,7 +60,7 @@ OWN_KINDS: Final = frozenset({MetaKind.PROFILE, MetaKind.SLOTS, MetaKind.BUDGET,
 
 @dataclass(frozen=True, slots=True)
 class MetaEntry:
-    """One fact, or with `value` None its deletion."""
+    """A metadata entry; `value` None deletes it."""
 
     kind: MetaKind
     name: bytes
@@ -69,7 +69,7 @@ class MetaEntry:
 
     @property
     def is_valid(self) -> bool:
-        """True if the fields are within their limits. A checksum does not show that."""
+        """True if the fields are within their limits, which a checksum does not prove."""
         return (
             len(self.name) <= NAME_BYTES_MAX
             and 0 <= self.stamp <= STAMP_MAX
@@ -79,13 +79,13 @@ class MetaEntry:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """Every record of a key, or of a namespace, whose stamp is below `below` is gone."""
+    """Deletes every record of a key or a namespace with a stamp below `below`."""
 
     name: bytes
     """A whole key, or the tag of a namespace."""
     below: int
     recorded: int
-    """Stamp of the recording: copies of the block that it covers lie in segments with lower ids."""
+    """Stamp of the removal: the records that it deletes are in segments with lower ids."""
 
     @property
     def is_valid(self) -> bool:
@@ -101,14 +101,14 @@ class Tombstone:
 
     @classmethod
     def parse(cls, entry: MetaEntry) -> "Tombstone | None":
-        """None: the entry is no valid tombstone."""
+        """Parse an entry; None if it is not a valid tombstone."""
         if entry.value is None or len(entry.value) != _U64.size:
             return None
         found = cls(entry.name, _U64.unpack(entry.value)[0], entry.stamp)
         return found if found.is_valid else None
 
     def merged(self, other: "Tombstone | None") -> "Tombstone":
-        """One tombstone that covers what both cover."""
+        """A tombstone that deletes the records of both."""
         if other is None or other == self:
             return self
         below, recorded = max(self.below, other.below), max(self.recorded, other.recorded)
@@ -117,7 +117,7 @@ class Tombstone:
 
 @dataclass(slots=True)
 class Metadata:
-    """Entries of one volume, or of several: the newest of each name."""
+    """The newest entry of each kind and name, on one volume or several."""
 
     entries: dict[tuple[MetaKind, bytes], MetaEntry] = field(default_factory=dict)
     tombstones: dict[bytes, Tombstone] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Metadata:
         return entry.is_valid and (before is None or before.stamp < entry.stamp)
 
     def add(self, entry: MetaEntry) -> None:
-        """Add an entry, if it is news."""
+        """Add an entry if `is_news`."""
         if not self.is_news(entry):
             return
         stone = Tombstone.parse(entry) if entry.kind is MetaKind.TOMBSTONE else None
@@ -141,11 +141,11 @@ class Metadata:
             self.entries[entry.kind, entry.name] = entry
 
     def all(self) -> list[MetaEntry]:
-        """Every entry, deletions too."""
+        """All entries, including deletions."""
         return [*self.entries.values(), *(stone.entry for stone in self.tombstones.values())]
 
     def values(self, kind: MetaKind) -> dict[bytes, bytes]:
-        """Name to value of the entries of one kind that are not deleted."""
+        """Values by name of the entries of one kind that are not deleted."""
         return {
             name: entry.value
             for (its_kind, name), entry in list(self.entries.items())
@@ -160,7 +160,9 @@ class Metadata:
         return _U64.unpack(value)[0] if value is not None and len(value) == _U64.size else 0
 
     def drop_below(self, floor: int) -> int:
-        """Forget tombstones that cover no record in a segment above `floor`. Returns how many."""
+        """Drop tombstones that delete no record in a segment above `floor`.
+        Returns their number.
+        """
         gone = [name for name, stone in self.tombstones.items() if stone.recorded <= floor]
         for name in gone:
             del self.tombstones[name]
@@ -168,12 +170,12 @@ class Metadata:
 
 
 def floor_entry(floor: int, stamp: int) -> MetaEntry:
-    """Segments with the id `floor` or a lower one do not count from now on."""
+    """The entry that makes segments with ids up to `floor` not count."""
     return MetaEntry(MetaKind.FLOOR, b"", stamp, _U64.pack(floor))
 
 
 def merged(parts: Iterable[Metadata]) -> Metadata:
-    """The entries of several volumes together, without those that concern one volume."""
+    """Merge the metadata of several volumes, except for OWN_KINDS."""
     found = Metadata()
     for part in parts:
         for entry in part.all():
@@ -183,7 +185,7 @@ def merged(parts: Iterable[Metadata]) -> Metadata:
 
 
 def surviving(words: Array, stamps: Array, tombstones: Mapping[bytes, Tombstone]) -> Array:
-    """Indexes of the records that no tombstone covers. Keys are four u64 each."""
+    """Indices of the records that no tombstone deletes. Keys are four u64 each."""
     dead = np.zeros(len(words), dtype=bool)
     keyed: dict[bytes, int] = {}
     for name, stone in tombstones.items():

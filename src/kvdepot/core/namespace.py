@@ -1,8 +1,8 @@
-"""Everything that makes the bytes of one block useless to another: the namespace.
+"""Namespaces: blocks are only shared within one.
 
-Two namespaces that differ in any field share no key. A tenant's secret is needed to
-compute, and so to probe for, that tenant's keys. Without one (`secret=b""`) tenants are kept apart
-by name only: the names are enough to compute the keys.
+Namespaces that differ in any field share no key. A tenant's secret is needed to compute the
+tenant's keys, and so to probe for blocks. Without one (`secret=b""`) tenants are separated by name
+only, and the names are enough to compute the keys.
 
     root      = BLAKE2b-512(key=secret, person="kvdepot-space-v1")(encoded fields)
     tag       = BLAKE2b-64(person="kvdepot-tag-v1")(root)
@@ -34,7 +34,7 @@ from kvdepot.core.layout import KVLayout
 from kvdepot.errors import ConfigError, KeyFormatError
 
 FORMAT_VERSION: Final = 1
-"""Enters every key. Raised when the meaning of stored bytes changes."""
+"""Part of every key. Raised when the meaning of stored bytes changes."""
 
 _VOLATILE: Final = frozenset(
     {
@@ -49,7 +49,7 @@ _VOLATILE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """One model, in one precision and layout, one shard of it, for one tenant.
+    """All facts that make blocks incompatible or private: model, layout, shard, tenant and others.
 
     Immutable; picklable (the pickle contains the secret); safe to share between threads.
     """
@@ -59,19 +59,19 @@ class Namespace:
     layout: KVLayout
     """Layout of a block's bytes, with its dtype and its number of tokens."""
     fingerprint: str = ""
-    """Config and weights revision, from `fingerprint()`. Empty: unknown, the name must suffice."""
+    """Config and weights revision, from `fingerprint()`. Empty: unknown; only the name counts."""
     shard_rank: int = 0
-    """Tensor-parallel shard. Leave 0 of 1 where all ranks hold the same bytes (MLA)."""
+    """Tensor-parallel shard; 0 of 1 if all ranks have the same bytes (MLA)."""
     shard_size: int = 1
     adapter: str = ""
     """LoRA or other adapter id; empty for none."""
     tenant: str = ""
-    """Whose blocks these are."""
+    """Owner of the blocks; empty for none."""
     secret: bytes = field(default=b"", repr=False)
     """The tenant's secret; empty means isolation by name only."""
     extra: tuple[tuple[str, str], ...] = ()
-    """Whatever else the engine's bytes depend on: attention backend, instruction set, cache salt,
-    KV group. Pairs of name and value in any order; kept sorted by name."""
+    """Further facts that the engine's bytes depend on: attention backend, instruction set, cache
+    salt, KV group. Pairs of name and value, sorted by name."""
     tag: bytes = field(init=False, repr=False, compare=False)
     """First 8 bytes of every key in this namespace."""
     _chain_key: bytes = field(init=False, repr=False, compare=False)
@@ -94,7 +94,7 @@ class Namespace:
         return self.layout.block_tokens
 
     def keys(self, token_ids: TokenIds, *, parent: bytes | None = None) -> list[BlockKey]:
-        """One key for each full block of `token_ids`, in order; a partial tail has none.
+        """Compute a key for each full block of `token_ids`, in order; a partial tail has none.
 
         The keys of a prefix are a prefix of the keys. With `parent`, a key of this namespace, the
         chain continues after that block: `keys(a + b) == keys(a) + keys(b, parent=keys(a)[-1])`
@@ -107,14 +107,14 @@ class Namespace:
         return chain(self.tag, self._chain_key, token_bytes(token_ids), self.block_tokens, before)
 
     def hashed_key(self, engine_hash: bytes, parent_hash: bytes | None = None) -> BlockKey:
-        """The key of a block that an engine names by a chained hash of its own, not by tokens.
+        """Compute the key of a block that an engine names by a chained hash instead of tokens.
 
-        `parent_hash` names the block before it. Such keys and those of `keys` never meet.
+        `parent_hash` names the block before it. These keys never equal those of `keys`.
         """
         return hashed_key(self.tag, self._chain_key, engine_hash, parent_hash)
 
     def description(self) -> dict[str, Any]:
-        """Return the namespace's fields as JSON-able values, without the secret."""
+        """Return the fields as values for JSON, without the secret."""
         return {
             "format": FORMAT_VERSION,
             "tag": self.tag.hex(),
@@ -130,13 +130,13 @@ class Namespace:
         }
 
     def describe(self) -> bytes:
-        """`description` as text, always the same."""
+        """`description` as JSON, equal for equal namespaces."""
         return json.dumps(self.description(), sort_keys=True).encode()
 
     @classmethod
     def from_description(cls, told: Mapping[str, Any], secret: bytes = b"") -> "Namespace":
-        """The namespace that `description` described. ConfigError: it is none, or the secret is
-        not its.
+        """Make a namespace from its `description`. ConfigError if that is malformed or the secret
+        is wrong.
         """
         names = ("model", "fingerprint", "shard_rank", "shard_size", "adapter", "tenant")
         try:
@@ -148,9 +148,9 @@ class Namespace:
             )
             tag = bytes.fromhex(told["tag"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError("namespace", "is not a namespace's description") from error
+            raise ConfigError("namespace", "invalid description") from error
         if found.tag != tag:
-            raise ConfigError("secret", "is not the secret of the namespace that is described")
+            raise ConfigError("secret", "is not the secret of this namespace")
         return found
 
     def _root(self) -> bytes:
@@ -200,13 +200,13 @@ def _sorted_pairs(extra: object) -> tuple[tuple[str, str], ...]:
 
 
 def fingerprint(config: Mapping[str, Any], weights_revision: str = "") -> str:
-    """A model's identity from its config.json content and weights revision, as 64 hex digits.
+    """The identity of a model, from the content of its config.json and the weights revision.
 
-    Covers every key of `config` at every depth, except those that do not change what the model
-    computes: transformers_version, _name_or_path, _commit_hash, use_cache and
-    _attn_implementation_autoset. The weights' dtype counts, under either of its names (torch_dtype
-    became dtype). Numbers count as written: 10000 and 10000.0 differ, which at worst costs a miss.
-    `weights_revision` is any text that names the weights, such as a commit hash.
+    Returns 64 hexadecimal digits. Covers all keys of `config` at every depth, except those that do
+    not change what the model computes: transformers_version, _name_or_path, _commit_hash, use_cache
+    and _attn_implementation_autoset. The weights' dtype counts, under either of its names
+    (torch_dtype became dtype). Numbers count as written: 10000 and 10000.0 differ, which at worst
+    costs a miss. `weights_revision` is any text that names the weights, such as a commit hash.
     Raises ConfigError for values that are not JSON.
     """
     _check_text("weights_revision", weights_revision)

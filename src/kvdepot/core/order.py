@@ -1,8 +1,8 @@
-"""The order in which blocks leave a tier: the interface of eviction policies, and LRU.
+"""The interface of eviction policies, and LRU.
 
-The index decides which blocks may leave at all (index/leaves.py: no children in the tier, not in
-use) and keeps those rows in queues. An `Order` says in which queue a row stands, and which end of
-which queue leaves first. It is called for every block that enters, is used or leaves.
+The index keeps the evictable rows in queues (index/leaves.py: no children in the tier, not in use).
+An `Order` chooses the queue of each row, and the row to evict first. It is called for every block
+that enters the tier, is used or leaves.
 """
 
 from collections.abc import Sequence
@@ -29,17 +29,17 @@ class SessionState(IntEnum):
 
 
 class ColumnView(Protocol):
-    """One value for each row. `view` is the fast way to single values."""
+    """A value for each row. Use `view` for single values: it is faster."""
 
     array: npt.NDArray[Any]
     view: memoryview
 
 
 class RowTable(Protocol):
-    """The table whose rows are ordered."""
+    """The table with the rows."""
 
     def column(self, dtype: npt.DTypeLike, fill: int) -> ColumnView:
-        """A new column that grows with the table; freed rows return to `fill`."""
+        """Add a column that grows with the table; freed rows return to `fill`."""
 
     def digest(self, row: int) -> int:
         """Eight uniform bytes of the row's key."""
@@ -61,7 +61,7 @@ class TreeView(Protocol):
         """Time of each row's last use; a head's is newer than its tail's."""
 
     def depth(self, row: int) -> int:
-        """Return the number of blocks in the prompt up to this one."""
+        """The number of blocks of the prompt up to this one."""
 
 
 class EvictionQueues(Protocol):
@@ -80,7 +80,7 @@ class EvictionQueues(Protocol):
 
 
 class Order(Protocol):
-    """Chooses the eligible block that leaves first. Not thread-safe; the store's lock guards it."""
+    """Chooses the evictable block to evict first. Not thread-safe; the store's lock guards it."""
 
     queues: int
     """Number of queues in each size class."""
@@ -92,33 +92,35 @@ class Order(Protocol):
     """True if blocks of one queue that were used together leave together, tail first."""
 
     def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
-        """Called once, before everything else."""
+        """Called once, before all other methods."""
 
     @property
     def stamps(self) -> ColumnView:
         """The column that sorts rows in their queue, smallest first."""
 
     def queue(self, row: int) -> int:
-        """The queue in which the row belongs now."""
+        """The queue that the row belongs to now."""
 
     def entered(self, row: int) -> None:
-        """The block is in the tier now."""
+        """Called when a block has entered the tier."""
 
     def used(self, rows: Sequence[int], *, hit: bool) -> None:
-        """Blocks of one prompt were used, head first; some may be in other tiers only."""
+        """Called when blocks of one prompt were used, head first; some may be
+        in other tiers only.
+        """
 
     def left(self, row: int) -> None:
-        """The block is no longer in the tier."""
+        """Called when a block has left the tier."""
 
     def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
-        """The engine reported the state of the session that uses these blocks."""
+        """Called when the engine has reported the state of the session of these blocks."""
 
     def victim(self, group: int) -> int:
-        """The row that should leave first from a size class, or NO_ROW."""
+        """The row of a size class to evict first, or NO_ROW."""
 
 
 class Lru:
-    """Least recently used first. Session states do not count."""
+    """Evicts the least recently used block first. Ignores session states."""
 
     queues = 1
     moves_on_use = True
@@ -136,7 +138,7 @@ class Lru:
         return 0
 
     def entered(self, row: int) -> None:
-        """The tree keeps the stamps."""
+        """Does nothing: the tree keeps the stamps."""
 
     def used(self, rows: Sequence[int], *, hit: bool) -> None: ...
 

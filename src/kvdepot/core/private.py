@@ -1,7 +1,7 @@
-"""Folders and files of this user alone: made so, and checked before they are used.
+"""Creates and checks folders and files that only this user may access.
 
-A neighbour on the machine may have been there first, with a folder, a file or a link under the
-chosen name. Nothing is written, truncated or locked before these checks have passed.
+Another user may have created a folder, file or link with the chosen name. Nothing is written,
+truncated or locked before these checks have passed.
 """
 
 import errno
@@ -22,8 +22,8 @@ _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 def runtime_folder(env: Mapping[str, str]) -> Path:
     """Return the folder for this user's sockets and locks; `make_private_folder` creates it.
 
-    Below XDG_RUNTIME_DIR, else below /run/user/UID, where that is a private folder of this user;
-    else in the home directory. UnsafePathError where there is none.
+    It is in XDG_RUNTIME_DIR or else /run/user/UID, if that is a private folder of this user; else
+    in the home directory. UnsafePathError if there is none.
     """
     for given in (env.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"):
         base = Path(given)
@@ -49,7 +49,7 @@ def is_private_folder(path: Path) -> bool:
 
 
 def make_private_folder(path: Path) -> Path:
-    """Make a folder, with its parents, for this user alone; one that is there is checked."""
+    """Create a private folder and its parents. An existing folder is checked."""
     path = path.expanduser()
     for parent in reversed(path.parents):
         _make_folder(parent)
@@ -59,21 +59,21 @@ def make_private_folder(path: Path) -> Path:
 
 
 def check_private_folder(path: Path) -> None:
-    """UnsafePathError for a link, another user's folder, or one that others may write to."""
+    """Raise UnsafePathError for a link, another user's folder, or one that others may write to."""
     check_folder_status(path, path.lstat())
 
 
 def check_folder_status(path: Path, found: os.stat_result) -> None:
-    """`check_private_folder`, of what lstat has found."""
+    """`check_private_folder` for a result of lstat."""
     if stat.S_ISLNK(found.st_mode):
         raise UnsafePathError(path, "is a symbolic link", hint="name the folder itself")
     if not stat.S_ISDIR(found.st_mode):
-        raise UnsafePathError(path, "is no folder", hint="choose another path")
+        raise UnsafePathError(path, "is not a folder", hint="choose another path")
     _check_owner(path, found)
 
 
 def check_link(path: Path) -> None:
-    """UnsafePathError where the path is a link that neither this user nor root has made."""
+    """Raise UnsafePathError for a symbolic link of a user other than this one and root."""
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid()):
         raise UnsafePathError(
@@ -82,17 +82,17 @@ def check_link(path: Path) -> None:
 
 
 def open_private_file(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
-    """A descriptor of a regular file of this user: no link, with one name, not open to others.
+    """Open a private regular file: no symbolic or hard link, not writable by others.
 
-    O_CREAT makes it with mode 0600; O_TRUNC takes effect after the checks. OSError as by os.open,
-    UnsafePathError for anything else that has the name.
+    O_CREAT creates it with mode 0600; O_TRUNC takes effect after the checks. Raises OSError as
+    os.open does, and UnsafePathError for any other kind of file.
     """
     safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(path, safe, FILE_MODE, dir_fd=dir_fd)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            reason = "is a symbolic link" if error.errno == errno.ELOOP else "is no regular file"
+            reason = "is a symbolic link" if error.errno == errno.ELOOP else "is not a regular file"
             raise UnsafePathError(path, reason, hint="remove it, or choose another path") from error
         raise
     try:
@@ -107,30 +107,30 @@ def open_private_file(path: Path, flags: int, *, dir_fd: int | None = None) -> i
 
 
 def check_private_file(path: Path, fd: int) -> None:
-    """UnsafePathError unless the open file is regular, this user's, and known by one name."""
+    """Raise UnsafePathError unless the open file is a private regular file with one name."""
     found = os.fstat(fd)
     check_file_status(path, found)
     if found.st_nlink > 1:
         raise UnsafePathError(
-            path, f"is one file with {found.st_nlink} names", hint="remove it, or copy it"
+            path, f"has {found.st_nlink} hard links", hint="remove it, or copy it"
         )
 
 
 def check_file_status(path: Path, found: os.stat_result) -> None:
-    """UnsafePathError unless what was found is a regular file of this user, closed to others."""
+    """Raise UnsafePathError unless a result of stat is that of a private regular file."""
     if not stat.S_ISREG(found.st_mode):
-        raise UnsafePathError(path, "is no regular file", hint="remove it, or choose another path")
+        raise UnsafePathError(path, "is not a regular file", hint="remove it, or choose another path")
     _check_owner(path, found)
 
 
 def write_private_file(path: Path, text: bytes) -> None:
-    """Write a file of this user alone; what was in it is gone."""
+    """Write a private file, in place of its previous content."""
     with os.fdopen(open_private_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(text)
 
 
 def replace_private_file(path: Path, text: bytes) -> None:
-    """`write_private_file`, whole or not at all; what has the name now is replaced, not written."""
+    """Replace a private file atomically by a new one. An existing file is not written to."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)
     with os.fdopen(open_private_file(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
@@ -139,7 +139,7 @@ def replace_private_file(path: Path, text: bytes) -> None:
 
 
 def replace_file(path: Path, text: bytes) -> None:
-    """Change a file that is there, whole or not at all; it keeps its owner and its mode."""
+    """Replace the content of an existing file atomically. It keeps its owner and mode."""
     path = path.resolve(strict=True)
     was = path.stat()
     fresh = path.with_name(f".{path.name}.{os.getpid()}")

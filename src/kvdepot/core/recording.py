@@ -1,8 +1,8 @@
-"""The form of our own traces: what a running depot was asked for.
+"""The format of recorded traces: the lookups of a running depot.
 
 The first line is `{"format": "kvdepot-trace", "version": 1, "block_tokens": 256}`. Each other line
 is a request: `{"t": seconds, "tokens": n, "out": n, "keys": [...]}`, keys chained by prefix, as
-hexadecimal text or as any numbers that stand for them. Only full blocks have keys, so there are
+hexadecimal text or any other numbers. Only full blocks have keys, so there are
 at most `tokens / block_tokens` of them.
 """
 
@@ -19,7 +19,7 @@ def header(block_tokens: int) -> str:
 
 
 def request(at_s: float, names: Sequence[int], block_tokens: int) -> str:
-    """The line of one lookup. How many tokens were answered is not known to a store."""
+    """The line of a lookup. `out` is 0: a store does not know the number of output tokens."""
     keys = [f"{name:016x}" for name in names]
     line = {"t": round(at_s, 6), "tokens": len(keys) * block_tokens, "out": 0, "keys": keys}
     return json.dumps(line, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""Blocks that a caller asks for or offers, as arrays: one row for each block."""
+"""The blocks of a call as arrays: a row for each block."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ BLOCK_DTYPE: Final = np.dtype(
 """One block of a call.
 
 `address` is that of the caller's buffer for payload[start:stop]; 0 if the block is used in place.
-`start` and `stop` need not be at borders of chunks. `producer` says what computed a block that is
-offered (core.audit); 0 if that is not known.
+`start` and `stop` need not be multiples of a chunk. `producer` is the number of the software that
+computed an offered block (core.audit); 0 if unknown.
 """
 
 
@@ -37,12 +37,12 @@ class BlockSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Blocks that a caller offers, those of one prompt head first."""
+    """Blocks of a put; those of one prompt are given head first."""
 
     blocks: Array
     """Rows of BLOCK_DTYPE."""
     tokens: Sequence[bytes | memoryview] = ()
-    """Token ids of each block, little-endian u32; empty if they are not known."""
+    """Token ids of each block, little-endian u32; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class Arrived:
     """Blocks of a call that can be read in place now."""
 
     indices: Array
-    """Their places in the call."""
+    """Their indices in the call."""
     addresses: Array
     """Addresses of their records."""
     is_lasting: Array
-    """True if a record stays until the lease ends; else it stays until the sink returns."""
+    """True if a record is valid until the lease ends; else it is until the sink returns."""
     is_verified: bool
-    """True if the blocks were compared with their checksums in this call."""
+    """True if this call has verified the checksums of the blocks."""

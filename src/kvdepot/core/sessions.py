@@ -1,4 +1,4 @@
-"""Sessions of a depot: what can be asked and done about them. docs/sessions.md
+"""The interface of a depot's sessions. docs/sessions.md
 
 Implemented by SessionService (this process) and RemoteSessions (a daemon).
 """
@@ -40,7 +40,7 @@ def checked_name(name: object) -> str:
 
 
 def by_tag(keys: Sequence[BlockKey]) -> dict[bytes, Keys]:
-    """The keys of each namespace, in their order, by its tag."""
+    """Group keys by the tag of their namespace, in their order."""
     parts: dict[bytes, list[BlockKey]] = {}
     for key in keys:
         parts.setdefault(key[:TAG_BYTES], []).append(key)
@@ -52,9 +52,9 @@ Facts = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class PinReceipt:
-    """Answer to `pin`. True: the blocks are on drives, durable, and stay until `until_s`.
+    """Result of `pin`. True: the blocks are durable on drives and stay there until `until_s`.
 
-    A false one says in `reason` why they cannot be kept; nothing has changed then.
+    False: `reason` is why they cannot be pinned, and nothing has changed.
     """
 
     kept: bool
@@ -62,9 +62,9 @@ class PinReceipt:
     blocks: int = 0
     nbytes: int = 0
     until_s: float = 0.0
-    """The time of day, in seconds since 1970."""
+    """End of the pin, in seconds since 1970."""
     numbers: tuple[int, ...] = ()
-    """The number of the pin in each namespace that has the session."""
+    """Number of the pin in each namespace that has the session."""
     reason: str = ""
     hint: str = ""
 
@@ -76,9 +76,9 @@ class PinReceipt:
 
 
 class DepotSessions(ABC):
-    """Sessions by name. `namespace` is a tag in hexadecimal; left out, all that have the name.
+    """Sessions by name. `namespace` is a tag in hexadecimal; by default all that have the session.
 
-    A session that is not known is a ConfigError.
+    An unknown session is a ConfigError.
     """
 
     @abstractmethod
@@ -90,20 +90,22 @@ class DepotSessions(ABC):
         *,
         tenant: str = "",
     ) -> int:
-        """Remember the prompt of a session, and what becomes of it: alive, pending (a tool call is
-        under way) or closed (it will not come back). Returns how many of its blocks are here.
+        """Store the prompt and the state of a session: alive, pending (a tool call is under way) or
+        closed (it will not come back). Returns how many of its leading blocks are stored.
 
-        `keys` of one prompt, head first; left out, those that `tenant` has given that name before.
-        Not a use. The drives have it some seconds later at most.
+        `keys` are those of one prompt, head first; by default the ones that `tenant` has named
+        before. Does not count as a use. Written to drives within seconds.
         """
 
     @abstractmethod
     def list(self, order: str = "recent", limit: int = 100) -> Facts:
-        """Sessions: `recent` or `cold` by their last use, or `busy` by their turns."""
+        """List sessions: first those named last (`recent`), longest ago (`cold`) or most often
+        (`busy`).
+        """
 
     @abstractmethod
     def show(self, name: str, *, namespace: str = "") -> Facts:
-        """All that is known of a session, one entry for each namespace that has it."""
+        """Return the facts of a session, one entry for each namespace that has it."""
 
     @abstractmethod
     def pin(
@@ -114,30 +116,32 @@ class DepotSessions(ABC):
         for_s: float | None = None,
         namespace: str = "",
     ) -> PinReceipt:
-        """Keep the session's blocks until a time of day, or for a number of seconds (default a
-        week). Returns when that is durable.
+        """Pin the session's blocks: keep them on drives until a time of day, or for a number of
+        seconds (default a week). Blocks until they and the pin are durable.
         """
 
     @abstractmethod
     def unpin(self, name: str, *, namespace: str = "") -> int:
-        """End the session's pin. Returns how many namespaces had one."""
+        """End the session's pins. Returns the number of namespaces that had one."""
 
     @abstractmethod
     def prefetch(self, name: str, deadline_s: float = 10.0, *, namespace: str = "") -> PrefetchHint:
-        """Bring the session's blocks to memory in the background. Does not block. Brings nothing if
-        the session is not known.
+        """Read the session's blocks into memory in the background. Does not block. Reads nothing if
+        the session is unknown.
         """
 
     @abstractmethod
     def evict_to_disk(self, name: str, *, namespace: str = "") -> dict[str, Any]:
-        """Write the session's blocks to drives, and free the memory that they take."""
+        """Write the session's blocks to drives, then free their memory."""
 
     @abstractmethod
     def export(
         self, name: str, path: str | os.PathLike[str], *, namespace: str = ""
     ) -> dict[str, Any]:
-        """Write the session to a new file, which any depot can import."""
+        """Write the session to a new file, which any depot can import. ConfigError if a block is
+        missing.
+        """
 
     @abstractmethod
     def import_file(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Import a session from such a file. Blocks before the first damage are imported."""
+        """Import a session from a file. Blocks before the first damaged one are imported."""

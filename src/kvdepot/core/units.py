@@ -1,6 +1,6 @@
-"""Sizes and durations as people write them: "64GiB", "250ms".
+"""Parses and formats sizes and durations: "64GiB", "250ms".
 
-`format_*` is for reading and rounds; `exact_*` is for files and parses back to the same value.
+`format_*` rounds, for people; `exact_*` can be parsed to the same value, for files.
 """
 
 import math
@@ -33,7 +33,7 @@ _TIME_FORMS: Final = 'a number of seconds or a text like "250ms", "2s" or "5min"
 
 
 def parse_bytes(value: str | int) -> int:
-    """The number of bytes that `value` means.
+    """Parse a size in bytes.
 
     KiB, MiB, GiB, TiB, PiB, EiB and the bare letters K, M, G, T, P, E are powers of 1024; KB, MB,
     GB, ... are powers of 1000; case does not matter. A fraction ("1.5GiB") is rounded down to a
@@ -48,7 +48,7 @@ def parse_bytes(value: str | int) -> int:
 
 
 def parse_duration(value: str | float) -> float:
-    """The number of seconds that `value` means. Units: ns, us, ms, s, m or min, h, d.
+    """Parse a duration in seconds. Units: ns, us, ms, s, m or min, h, d.
 
     Raises ValueError for anything else, for negative, infinite and undefined numbers.
     """
@@ -70,7 +70,7 @@ def _split(
 
 
 def format_bytes(count: int) -> str:
-    """`count` for a reader: three digits or so, in powers of 1024. "1.5GiB", "300B", "-2KiB"."""
+    """Format about three digits, in powers of 1024: "1.5GiB", "300B", "-2KiB"."""
     sign, size = ("-" if count < 0 else ""), float(abs(count))
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if size < 1023.95:
@@ -80,7 +80,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_decimal_bytes(count: float) -> str:
-    """`count` for a reader: three digits, in powers of 1000 as drives are sold. "3.28GB"."""
+    """Format three digits, in powers of 1000 like sizes of drives: "3.28GB"."""
     sign, size = ("-" if count < 0 else ""), float(abs(count))
     for unit in ("B", "KB", "MB", "GB", "TB", "PB"):
         if size < 999.5:
@@ -90,7 +90,7 @@ def format_decimal_bytes(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`seconds` for a reader: "250ms", "2s", "1.5min", "3.2h", "12d"."""
+    """Format a duration: "250ms", "2s", "1.5min", "3.2h", "12d"."""
     sign, span = ("-" if seconds < 0 else ""), abs(seconds)
     short = (("us", 1e-6, 1e-3 * 0.99995), ("ms", 1e-3, 0.99995), ("s", 1.0, 120.0 * 0.99995))
     for unit, size, limit in (*short, ("min", 60.0, 7200.0), ("h", 3600.0, 259_200.0)):
@@ -105,12 +105,12 @@ def _digits(number: float) -> str:
 
 
 def format_count(count: int, noun: str) -> str:
-    """`count` of something for a reader: "1 block", "2 blocks", "12,031 requests"."""
+    """Format a number of things: "1 block", "2 blocks", "12,031 requests"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def exact_bytes(count: int) -> str:
-    """`count` in the largest binary unit that divides it; `parse_bytes` gives `count` back."""
+    """Format in the largest binary unit that divides `count`; the inverse of `parse_bytes`."""
     for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
         if count and count % (1 << (10 * power)) == 0:
             return f"{count >> (10 * power)}{letter}iB"
@@ -118,7 +118,7 @@ def exact_bytes(count: int) -> str:
 
 
 def exact_duration(seconds: float) -> str:
-    """`seconds` in whole s, ms or us where that loses nothing; `parse_duration` gives it back."""
+    """Format in whole s, ms or us if that is exact; the inverse of `parse_duration`."""
     for unit, size in (("s", 1), ("ms", 1_000), ("us", 1_000_000)):
         text = f"{round(seconds * size)}{unit}"
         if parse_duration(text) == seconds:

@@ -1,7 +1,7 @@
 """The interface of a volume: one directory, block device, bucket prefix or remote node.
 
-A volume is one failure domain. It keeps records (format.record) at places that it chooses, returns
-them verified, and never decides what to keep: the store picks what is appended and discarded.
+A volume is one failure domain. It stores records (format.record) at places that it chooses, and
+returns them verified. The store decides which records are appended and discarded.
 
 - A **segment** is the unit that a volume frees at once: a file of a log, an object.
 - A **place** is an integer: the segment (24 bits) and a page of 4 KiB in it (24 bits).
@@ -9,7 +9,7 @@ them verified, and never decides what to keep: the store picks what is appended 
 
 Calls take and return numpy arrays, so that a call for n blocks is a fixed number of Python calls.
 Faults of the medium are values: a record without room has the place NO_PLACE, a read error is
-FAILED, wrong bytes are CORRUPT. Volumes differ by their facts; no caller asks for their type.
+FAILED, wrong bytes are CORRUPT. Callers use the facts of a volume, never its type.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from kvdepot.core.clock import Clock, StampClock
 from kvdepot.core.metadata import MetaEntry
 
 TIER_NAMES: Final = ("dram", "ssd", "hdd", "cxl", "plugin", "object")
-"""Every tier there may be. Between processes a tier is its index in this tuple."""
+"""All possible tiers. Between processes a tier is an index in this tuple."""
 VOLUMES_MAX: Final = 1 << 15
 SEGMENTS_MAX: Final = 1 << 24
 SEGMENT_SHIFT: Final = 24
@@ -63,9 +63,9 @@ class Outcome(IntEnum):
     CORRUPT = 1
     """The bytes are not the ones that were stored. They are never served."""
     FAILED = 2
-    """The medium returned an error, or is known to be down."""
+    """The medium has returned an error, or is known to be down."""
     LATE = 3
-    """The read had not ended at its deadline. The medium may still write into the image."""
+    """The read did not end before its deadline. The medium may still write to the image."""
 
 
 Outcomes = npt.NDArray[np.uint8]
@@ -93,8 +93,8 @@ READ_DTYPE: Final = np.dtype(
 `image` is the address of memory for the whole record. After OK it holds the head and
 payload[start:stop] at their offsets in the record; with a `target` that range is copied there too.
 `start` is a multiple of `chunk_bytes`; `stop` is one too, or the end of the payload. With `stop` 0
-only the head is read, its key is compared, and `chunk_bytes` does not matter. After any other
-outcome image and target are undefined.
+only the head is read, its key is compared, and `chunk_bytes` is ignored. After any other outcome
+image and target are undefined.
 """
 
 
@@ -105,11 +105,11 @@ class Purpose(Enum):
 
     BLOCK = auto()
     MOVE = auto()
-    """A block that leaves a segment which is about to be released."""
+    """A block moved out of a segment that is about to be released."""
 
 
 class Priority(IntEnum):
-    """The caller that waits for a read. A volume with a queue serves lower numbers first."""
+    """The kind of caller that waits for a read. A queue serves lower numbers first."""
 
     FOREGROUND = 0
     PREFETCH = 1
@@ -118,7 +118,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WriteBudget:
-    """Bytes that may still be written to a volume with a daily limit."""
+    """The write budget of a volume with a daily limit."""
 
     bucket_bytes: int
     left_bytes: int
@@ -126,7 +126,7 @@ class WriteBudget:
 
 @dataclass(frozen=True, slots=True)
 class VolumeFacts:
-    """The state of a volume at one moment. No I/O is needed to know it."""
+    """The state of a volume at one moment, known without I/O."""
 
     label: str
     up: bool = True
@@ -136,7 +136,7 @@ class VolumeFacts:
     may_write: bool = True
     """False if it was opened for reading, or `set_limits` has ended writing."""
     full: bool = False
-    """The last write found no room on the disk. Reads work."""
+    """The last write failed because the disk was full. Reads work."""
     lost: bool = False
     """The medium was removed. The store closes this volume and opens a new one."""
     may_reopen: bool = False
@@ -148,7 +148,7 @@ class VolumeFacts:
     """Time until the next trial of a volume that is down."""
     capacity_bytes: int = 0
     used_bytes: int = 0
-    """Whole records of blocks in use."""
+    """Bytes of the records in use."""
     held_bytes: int = 0
     """Bytes that the volume occupies on its medium."""
     segment_bytes: int = 0
@@ -156,32 +156,32 @@ class VolumeFacts:
     spare_segments: int = 0
     """Segments that can be opened without releasing one."""
     surplus_segments: int = 0
-    """Segments above the capacity, after it was lowered; release as many."""
+    """Segments to release after the capacity was lowered."""
     room_bytes: int = 0
-    """The largest record that `append` takes now without a released segment."""
+    """The largest record that `append` can store now without releasing a segment."""
     record_bytes_max: int = 0
-    """The largest record that it can ever take."""
+    """The largest record that the volume can ever store."""
     writes: int = 0
-    """Appends under way."""
+    """Running appends."""
     read_bytes_per_s: float = 0.0
     """Measured; 0 if unknown."""
     queued_bytes: int = 0
-    """Reads that were requested and have not ended."""
+    """Bytes of requested reads that have not ended."""
     contiguous_bytes: int = 0
     """Bytes of one prompt that should lie together; 0 if seeks cost nothing."""
     writers: int = 1
     """The useful number of concurrent appends."""
     is_remote: bool = False
-    """It lies behind a network or is shared with other nodes: no put waits for it."""
+    """It is behind a network or shared with other nodes: no put waits for it."""
     is_durable: bool = False
     """Synced records survive a power cut, without other nodes."""
     identity: bytes = b""
-    """Names the volume wherever it is attached; empty if it has no name."""
+    """Identifies the volume on every machine; empty if unknown."""
     oldest_segment: int = 0
-    """The lowest id of a segment that may still be on the medium; 0: there is none."""
+    """The lowest id of the segments that may be on the medium; 0: there is none."""
     budget: WriteBudget | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
-    """More values for `stats`, if `details` was given."""
+    """Further values for `stats`, if `details` was set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +191,16 @@ class SegmentTable:
     segments: Ints
     """Their numbers, as in places."""
     ids: Ints
-    """Stamps of their beginnings: these rise with age."""
+    """Ids: the stamps at which they were begun."""
     live_count: Ints
-    """Records appended or found, and not discarded."""
+    """Records that were appended or recovered, and not discarded."""
     live_bytes: Ints
     sealed: npt.NDArray[np.bool_]
-    """No more records are appended to it, and all of its writes have ended."""
+    """True if no more records are appended and all writes have ended."""
 
 
 def segment_table(rows: Iterable[tuple[int, int, int, int, bool]]) -> SegmentTable:
-    """Segments given as id, number, records and bytes in use, and whether it is sealed."""
+    """Make a table from rows of id, number, records in use, bytes in use and sealed."""
     ids, segments, live_count, live_bytes, sealed = (
         np.array(sorted(rows), np.int64).reshape(-1, 5).T
     )
@@ -211,22 +211,22 @@ def segment_table(rows: Iterable[tuple[int, int, int, int, bool]]) -> SegmentTab
 class Contents:
     """The content of a volume, or its changes.
 
-    The volume counts all records in here as in use; the store discards those that it does not
-    enter.
+    The volume counts all these records as in use; the store discards those that it does not enter
+    into its index.
     """
 
     words: Array
-    """Keys of records, four u64 each. Of several records with one key the newest is in here."""
+    """Keys of records, four u64 each; only the newest record of each key."""
     places: Ints
     payload_bytes: Ints
     stamps: Ints
     token: int
-    """Give this to the next call."""
+    """Argument for the next call of `contents`."""
     gone_words: Array = field(default_factory=lambda: np.zeros((0, 4), np.uint64))
     """Keys of records that other nodes have removed."""
     gone_places: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     metadata: Sequence[MetaEntry] = ()
-    """Entries that are new since the last call; at first all."""
+    """Entries that are new since the last call; all entries in the first call."""
 
 
 def no_contents(token: int = 0, metadata: Sequence[MetaEntry] = ()) -> Contents:
@@ -239,87 +239,89 @@ class PendingRead(Protocol):
     """Reads under way. Their images and targets belong to the volume until `released`."""
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Begin, if that has not happened, and call `call` once when `result` returns at once: from
-        any thread, perhaps before this returns. It may come after the deadline, or never once
-        `result` was called.
+        """Begin the reads if necessary, and call `call` once when `result` will not block.
+
+        Any thread may call it, also before this returns or after the deadline. It may not be called
+        at all after `result`.
         """
 
     def result(self) -> Outcomes:
-        """An outcome for each record. Reads in this thread what was not begun. Blocks until the
-        reads have ended or their deadline has passed; what has not ended is LATE.
+        """Return an outcome for each record. Reads in this thread what was not begun. Blocks until
+        the reads have ended or their deadline has passed; reads that have not ended are LATE.
         """
 
     def cancel(self) -> bool:
-        """True: the reads had not begun and never will; images and targets are free. False: they
-        are under way.
+        """Cancel reads that have not begun. True: images and targets are free. False: the reads are
+        running.
         """
 
     def released(self, timeout_s: float) -> bool:
-        """True once nothing is written to images and targets any more. Blocks for `timeout_s` at
-        most.
+        """Wait until nothing is written to images and targets any more, for `timeout_s` at most.
+        False: it may still be.
         """
 
 
 class Volume(Protocol):
-    """Keeps records. Thread-safe. No method but the factory raises for a fault of the medium."""
+    """Stores records. Thread-safe. Only the factory raises for a fault of the medium."""
 
     def facts(self, *, details: bool = False) -> VolumeFacts:
-        """The state of the volume now."""
+        """Return the present state. No I/O."""
 
     def append(self, records: Array, purpose: Purpose = Purpose.BLOCK) -> Ints:
-        """Write records, an array of RECORD_DTYPE, and return their places, NO_PLACE for those that
-        found no room or were not written.
+        """Write records, an array of RECORD_DTYPE, and return their places; NO_PLACE for those
+        without room and those whose write failed.
 
-        Blocks until they are written; the images may be reused afterwards. A record is readable and
-        counted as in use when this returns, and durable after `sync`. The volume writes its segment
-        id into the heads of the images. The caller discards what it does not enter.
+        Blocks until they are written; the images may be reused afterwards. When this returns a
+        record is readable and counted as in use; it is durable after `sync`. The volume writes its
+        segment id into the heads of the images. The caller must discard records that it does not
+        enter into its index.
         """
 
     def read(self, reads: Array, priority: Priority, timeout_s: float) -> PendingRead:
-        """Read records, an array of READ_DTYPE, and verify their keys and checksums.
+        """Request reads of records, an array of READ_DTYPE, verified by their keys and checksums.
 
-        Does not block. The reads begin at the latest with `when_done` or `result`.
+        Does not block. The reads begin with `when_done` or `result` at the latest.
         """
 
     def discard(self, places: Ints, payload_bytes: Ints) -> None:
-        """Records are out of use. Their bytes stay until their segment is released."""
+        """Mark records as not in use. Their bytes stay until their segment is released."""
 
     def segments(self) -> SegmentTable:
-        """All segments."""
+        """Return all segments. No I/O."""
 
     def release(self, segment: int) -> bool:
-        """Free a segment. Earlier appends are made durable before, because they may have moved its
+        """Free a segment, after making earlier appends durable, because they may have moved its
         records. False: that failed, and nothing has changed.
         """
 
     def put_meta(self, entries: Sequence[MetaEntry]) -> bool:
-        """Record metadata; durable after `sync`. A volume ignores kinds that it cannot keep. False:
-        it is down; give the entries again when it is up.
+        """Write metadata; durable after `sync`. A volume ignores kinds that it does not store.
+        False: it is down; the caller must write the entries again when it is up.
         """
 
     def sync(self, timeout_s: float) -> bool:
-        """Make everything appended and recorded so far durable, as configured. False: it could not
-        be, or not in time.
+        """Make all earlier records and metadata durable, as configured. Blocks for `timeout_s` at
+        most. False: that failed, or was not done in time.
         """
 
     def contents(self, since: int | None, *, look: bool = False) -> Contents:
-        """The content of the volume (`since` None), or the changes since the call that returned the
-        token `since`. No I/O. `look`: read the changes of other nodes soon, in the background.
+        """Return the content (`since` None), or the changes since the call that returned the token
+        `since`. No I/O. `look`: read changes of other nodes soon, in the background.
         """
 
     def set_limits(self, capacity_bytes: int | None, *, may_write: bool) -> None:
-        """Change the capacity (None: leave it), and whether blocks are written. A volume with
-        capacity 0 gives back all its room and metadata once its segments are released.
+        """Set the capacity (None: unchanged), and whether blocks may be written. A volume with
+        capacity 0 deletes all its data and metadata when its segments are released.
         """
 
     def maintain(self, is_quiet: Callable[[], bool]) -> float:
-        """Do background work for a short time: try a volume that is down, notice a medium that was
-        removed, give back surplus segments, measure speeds while `is_quiet`. Returns the seconds
-        until the next call. One thread calls it.
+        """Do background work for a short time: retry a volume that is down, detect a removed
+        medium, delete surplus segments, measure speeds while `is_quiet`. Returns the seconds until
+        the next call. Called by one thread.
         """
 
     def close(self) -> None:
-        """Release everything. May be called twice."""
+        """Close all files and connections. May be called twice."""
 
 
 class Change(Enum):
@@ -330,7 +332,7 @@ class Change(Enum):
     CONTENTS = auto()
     """Other nodes have changed its content: see `Volume.contents`."""
     PUBLISHED = auto()
-    """Other nodes can see the changes of this node now."""
+    """Changes of this node were published to other nodes."""
 
 
 def _ignore(change: Change) -> None:
@@ -345,12 +347,12 @@ class VolumeContext:
     wall: Clock
     """Time of day."""
     stamps: StampClock
-    """The order of puts and removals; a volume observes the stamps that it finds."""
+    """Clock for stamps; a volume calls `observe` for stamps that it finds."""
     writable: bool = True
     capacity_bytes: int | None = None
-    """The capacity, if the volume was resized since the configuration was read."""
+    """The capacity after a resize; None: as configured."""
     on_change: Callable[[Change], None] = _ignore
 
 
 OpenVolume = Callable[[VolumeContext], Volume]
-"""Opens a volume. Raises KVDepotError; then nothing stays open."""
+"""Opens a volume. Raises KVDepotError, and then leaves nothing open."""

@@ -141,7 +141,6 @@ class Catalog:
             Copies(self.table, name, self.residency, 1 << number)
             for number, name in enumerate((*memories, *files))
         )
-        self.memory = self.tiers[0]
         self.memories = self.tiers[: len(memories)]
         self.files = self.tiers[len(memories) :]
         self._memory_bits = (1 << len(memories)) - 1
@@ -151,13 +150,16 @@ class Catalog:
         orders = [order, below][: len(memories)]
         self.orders = tuple(LeafOrder(self.table, self.tree, one) for one in orders)
         """The eviction order of each memory tier."""
-        self.leaves = self.orders[0]
         self.closed = Closed(self.tree)
         self.leased = 0
 
     @property
-    def disk(self) -> Copies:
-        return self.files[0]
+    def memory(self) -> Copies:
+        return self.tiers[0]
+
+    @property
+    def leaves(self) -> LeafOrder:
+        return self.orders[0]
 
     def row(self, key: BlockKey) -> int:
         """The key's row, or NONE."""
@@ -173,10 +175,6 @@ class Catalog:
     def is_absent(self, row: int) -> bool:
         """True if no tier has a copy or is being filled with one."""
         return not self.residency.view[row] and all(copies.absent(row) for copies in self.tiers)
-
-    def row_before(self, key: BlockKey) -> int:
-        """The row of the block that this one continues, or NONE."""
-        return self.table.find_before(key)
 
     def ensure(self, key: BlockKey, nbytes: int) -> int:
         """The key's row; adds one if there is none."""
@@ -197,7 +195,7 @@ class Catalog:
         alone = not self.table.live
         rows = self.table.add_many(words)
         self.nbytes.array[rows] = nbytes
-        (copies or self.disk).seal_many(rows, locations)
+        (copies or self.files[0]).seal_many(rows, locations)
         if alone:
             self.tree.attach_many(rows)
         else:
@@ -206,15 +204,6 @@ class Catalog:
         base = self.tree.now
         self.tree.now += len(rows)
         self.tree.stamp.array[rows] = np.arange(base + 1, self.tree.now + 1)
-        return rows
-
-    def resident(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Rows of the longest leading run of keys that are ready in some tier."""
-        rows = self.rows(keys)
-        residency = self.residency.view
-        for index, row in enumerate(rows):
-            if row == NONE or not residency[row]:
-                return rows[:index]
         return rows
 
     def in_memory(self, row: int) -> bool:

@@ -16,7 +16,7 @@ TP_SIZES: Final = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class StorageCodec:
-    """How KV is compressed for storing. States are stored without a change."""
+    """The compression of stored KV. States are not compressed."""
 
     name: str
     bits: float | None = None

@@ -35,7 +35,7 @@ class TierUse:
     writes_bytes_per_day: float
     reads_bytes_per_day: float
     life_years: float | None
-    """Until it is worn out; None without a limit."""
+    """Years until it is worn out; None without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Cost:
     """Prices of memory and drives, written off."""
     power_per_hour: float = 0.0
     rent_per_hour: float = 0.0
-    """With requests and traffic."""
+    """Rent, with requests and traffic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class MixOutcome:
     """Share of all prompt tokens that are not computed."""
     gpu_memory_hit_share: float
     retention_s: float
-    """How long conversations are kept in a tier that is faster than computing."""
+    """The time for which conversations are kept in a tier that is faster than computing."""
     tiers: tuple[TierUse, ...]
     cost: Cost
 

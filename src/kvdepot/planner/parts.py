@@ -138,7 +138,7 @@ class Parts:
 def load_parts(
     path: Path | str | None = None, *, overrides: Mapping[str, Any] | None = None
 ) -> Parts:
-    """The list in `path`, or the shipped one. ConfigError names what is invalid."""
+    """The list in `path`, or the shipped one. ConfigError names the invalid value."""
     if path is not None:
         return _load(path, overrides or {})
     with resources.as_file(resources.files(__package__).joinpath("parts.toml")) as shipped:

@@ -41,7 +41,7 @@ def late_s(outcome: "MixOutcome | SwingEnd") -> float:
 
 
 def shortfall(outcome: MixOutcome, goal: Goal) -> float:
-    """How far the worse of the two goals is missed, as a logarithm; 0 if both are reached."""
+    """The larger miss of the two goals, as a logarithm; 0 if both are reached."""
     late = math.log(late_s(outcome) / goal.ttft_p95)
     short = math.log(goal.retention / max(outcome.retention_s, 1e-9)) if goal.retention else 0.0
     return max(0.0, late, short)
@@ -88,7 +88,7 @@ def enough_nodes(evaluate: Evaluate, mix: Mix, nodes: int, goal: Goal) -> MixOut
 
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """One step more of one part for every node, or one node more."""
+    """The next larger number of one part on every node, or one more node."""
 
     part: str
     units: int
@@ -103,7 +103,7 @@ class Purchase:
 
 
 def purchases(evaluate: Evaluate, parts: Parts, chosen: MixOutcome) -> list[Purchase]:
-    """One step more of every part, the one that saves most for its money first."""
+    """The next purchase of every part, the one that saves most for its money first."""
     found = []
     for index, (name, device) in enumerate(parts.tiers.items()):
         have = chosen.mix.units[index]
@@ -293,7 +293,7 @@ class Alternative:
     name: str
     outcome: MixOutcome
     enough: MixOutcome | None
-    """On the fewest nodes that reach the p95; None if no number of nodes does."""
+    """The mix on the fewest nodes that reach the p95; None if no number of nodes does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ class PlanSavings:
     store_price: float
     """Price of memory and drives for these nodes."""
     payback_months: float | None
-    """Until the savings have paid for memory and drives; None: never."""
+    """Months until the savings have paid for memory and drives; None: never."""
     power_saved_w: float
 
 

@@ -1,4 +1,4 @@
-"""How long a tier keeps KV, and its hits. Pure.
+"""Retention and hits of a tier. Pure.
 
 A tier that evicts the least recently used blocks keeps all blocks younger than one age, its
 horizon. The bytes younger than an age follow from the turns of conversations; the size of a tier
@@ -49,7 +49,7 @@ def _normal(z: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ReuseModel:
-    """How the conversations of one node fill a tier."""
+    """The conversations of one node, and the bytes that they use in a tier."""
 
     requests_per_s: float
     turns: int

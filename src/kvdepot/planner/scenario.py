@@ -119,7 +119,7 @@ def scenario_names() -> tuple[str, ...]:
 def load_scenario(source: str | None, *, overrides: Mapping[str, Any] | None = None) -> Scenario:
     """`source` is the name of a shipped scenario, a TOML or JSON file, or None for overrides alone.
 
-    ConfigError names what is invalid or missing.
+    ConfigError names the invalid or missing setting.
     """
     settings, shipped = dict(overrides or {}), _shipped()
     known = ", ".join(shipped)

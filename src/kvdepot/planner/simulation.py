@@ -43,11 +43,11 @@ class Machines:
     tiers: dict[str, int] = field(default_factory=dict)
     """Units of each tier: of a node, or of all nodes together for a shared tier."""
     policy: str = "default"
-    """Which blocks are evicted first."""
+    """The eviction order."""
     write_mode: WriteMode = "through"
     """`through`: to all tiers at once. `back`: to the next tier on eviction."""
     route: RouteName = "prefix"
-    """Which copy gets a request: `prefix` or `random`."""
+    """The choice of the copy for a request: `prefix` or `random`."""
     reuse: bool = True
     """False: nothing is kept or reused."""
     keeps_memory: bool = True
@@ -65,7 +65,7 @@ class Machines:
 
 
 def parse_tiers(text: str, parts: Parts) -> dict[str, int]:
-    """Units of each tier, the fastest first. ConfigError names what is invalid."""
+    """Units of each tier, the fastest first. ConfigError names the invalid value."""
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, amount = part.strip().partition("=")
@@ -84,7 +84,7 @@ def _units(amount: str, device: Device) -> int:
         reason = f"{amount!r} is neither a size nor a number of units"
         raise ConfigError("--tiers", reason, hint=_HINT) from error
     if not 0 < units <= 1_000_000:
-        raise ConfigError("--tiers", f"{amount!r} is no number of units", hint=_HINT)
+        raise ConfigError("--tiers", f"{amount!r} is not a number of units", hint=_HINT)
     return units
 
 
@@ -153,7 +153,7 @@ class Bill:
     gpu_energy_kwh: float
     """All GPUs, for the run."""
     writes_bytes_per_day: dict[str, float]
-    """By tier, of all nodes."""
+    """Bytes written per day, by tier, of all nodes."""
     cost: Cost
 
 

@@ -57,7 +57,7 @@ def model_on_gpus(
         raise ConfigError(
             "fleet.tp",
             f"{held / 1e9:,.0f} GB of weights do not fit into {tp} GPUs of {gpu.memory / 1e9:g} GB",
-            hint="more GPUs for each copy (fleet.tp), or fewer bytes a weight (weight_bytes)",
+            hint="increase the GPUs of a copy (fleet.tp) or reduce weight_bytes",
         )
     token_s = (2.0 * weights.active + windowed) / flops
     return ModelOnGpus(
@@ -142,7 +142,7 @@ def _weights(scenario: Scenario, model: Model) -> Weights:
         raise ConfigError(
             "parameters",
             f"{scenario.model} does not have the number of weights",
-            hint="--set parameters=8e9, and active_parameters for a mixture of experts",
+            hint="add --set parameters=8e9, and active_parameters for a mixture of experts",
         )
     active = scenario.active_parameters or (
         model.active_parameters if scenario.parameters is None else parameters

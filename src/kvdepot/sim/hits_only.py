@@ -63,7 +63,7 @@ def parse_capacity(text: str) -> Capacity:
     for part in text.split(","):
         tier, _, size = part.strip().partition("=")
         if tier not in TIERS or tier in found:
-            reason = "named twice" if tier in found else f"no tier (expected {', '.join(TIERS)})"
+            reason = "named twice" if tier in found else f"not a tier (expected {', '.join(TIERS)})"
             raise ConfigError("--capacity", f"{tier!r} is {reason}", hint=_HINT)
         found[tier] = _tokens(size)
     return Capacity({tier: found[tier] for tier in TIERS if tier in found}, text)
@@ -77,7 +77,7 @@ def _tokens(size: str) -> int | None:
         raise ConfigError("--capacity", f"{size!r} is not a number of tokens", hint=_HINT)
     tokens = int(Decimal(match[1]) * _FACTORS[match[2].lower()])
     if not tokens:
-        raise ConfigError("--capacity", "a tier of no tokens", hint=_HINT)
+        raise ConfigError("--capacity", f"{size!r} is less than one token", hint=_HINT)
     return tokens
 
 
@@ -85,7 +85,7 @@ def _tokens(size: str) -> int | None:
 class HitCounts:
     tokens_asked: int
     tokens_hit: dict[str, int]
-    """By tier, fastest first."""
+    """Hit tokens by tier, fastest first."""
     blocks_asked: int
     blocks_entered: int
     blocks_evicted: int
@@ -105,7 +105,7 @@ class HitCounts:
 
     @property
     def events(self) -> int:
-        """Blocks asked for, brought in and evicted."""
+        """Blocks requested, inserted and evicted."""
         return self.blocks_asked + self.blocks_entered + self.blocks_evicted
 
 
@@ -159,7 +159,7 @@ def _share_of_all(saved: float, workload: Workload) -> float:
 
 
 def _next_uses(workload: Workload) -> Iterator[Ints]:
-    """For each request and block the number of the next request for it, or _NEVER.
+    """The number of the next request for each block of each request, or _NEVER.
 
     Kept as runs, because the blocks of a prompt are mostly used together.
     """

@@ -73,7 +73,7 @@ class Findings:
     refused: int
     """Requests that are too long for GPU memory."""
     duration_s: float
-    """From the first arrival to the last answer."""
+    """Time from the first arrival to the last answer."""
     tiers: list[TierFlow]
     gpu_busy: float
     gpu_prefill_busy: float

@@ -133,7 +133,7 @@ class TimedTier(SimulatedTier):
 
 
 def fastest_tier(tiers: Sequence[SimulatedTier], rows: Rows) -> Rows:
-    """For each block the number of the fastest tier that has it, or NOWHERE."""
+    """The number of the fastest tier that has each block, or NOWHERE."""
     found = np.full(len(rows), NOWHERE, dtype=np.int64)
     for number in range(len(tiers) - 1, -1, -1):
         found[tiers[number].has(rows)] = number

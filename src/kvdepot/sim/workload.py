@@ -35,7 +35,7 @@ class Workload:
 
     block_tokens: int
     parents: list[int] = field(default_factory=list)
-    """For each block the previous one, or NO_PARENT."""
+    """The previous block of each block, or NO_PARENT."""
     skipped: list[str] = field(default_factory=list)
     """The errors of skipped lines."""
     input_tokens: list[int] = field(default_factory=list)

@@ -17,7 +17,7 @@ from kvdepot.store.observers.ledger import SavingsLedger
 from kvdepot.store.observers.trace_recorder import TraceRecorder
 
 _STEP_S_MAX: Final = 3600.0
-"""A token takes less."""
+"""Largest accepted prefill time of a token."""
 
 
 class StoreAdmin(DepotAdmin):
@@ -42,7 +42,7 @@ class StoreAdmin(DepotAdmin):
         state = self._state
         with state.using, self._recording:
             if self._recorder is not None:
-                raise ConfigError("record", f"{self._recorder.path} is being written already")
+                raise ConfigError("record", f"{self._recorder.path} is already being recorded")
             self._recorder = TraceRecorder(Path(path), state.config.block_tokens, state.clock)
             state.events.subscribe(self._recorder)
 
@@ -62,7 +62,7 @@ class StoreAdmin(DepotAdmin):
     def report_prefill_speed(self, namespace: str, token_s: float, pair_s: float = 0.0) -> bool:
         self._state.check_open()
         if not (0.0 < token_s < _STEP_S_MAX and 0.0 <= pair_s < _STEP_S_MAX):
-            raise ConfigError("token_s", "seconds of prefill for a token are above 0")
+            raise ConfigError("token_s", "seconds of prefill for a token must be above 0")
         try:
             tag = bytes.fromhex(namespace)
         except ValueError as error:
@@ -71,13 +71,13 @@ class StoreAdmin(DepotAdmin):
         return self._engine.access.is_registered(tag)
 
     def report_first_token(self, first: FirstToken) -> None:
-        """Kept until the store is closed."""
+        """Kept until the store is closed. Does not block."""
         self._state.check_open()
         first.check()
         self._state.events.emit(FirstTokenReported(self._state.clock.now(), first))
 
     def describe(self) -> dict[str, Any]:
-        """For `stats`: what was counted until now."""
+        """The counts of all observers, for `stats`."""
         self._state.events.deliver()
         recorder = self._recorder
         recording = recorder and {"path": str(recorder.path), "requests": recorder.requests}

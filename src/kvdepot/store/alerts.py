@@ -1,4 +1,4 @@
-"""Faults of a store in words, with what to do about them, derived from `stats`."""
+"""Derives the faults of a store from `stats`, each with an action."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -17,10 +17,10 @@ Stats = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One thing that an operator should know."""
+    """A fault or fact for the operator."""
 
     level: str
-    """`bad`: something is lost or stands still. `warn`: it soon may be. `info`: as it should be."""
+    """`bad`: something is lost or stopped. `warn`: it may be soon. `info`: no fault."""
     what: str
     do: str
 
@@ -41,7 +41,7 @@ def _drives(stats: Stats) -> Iterator[Alert]:
         for drive in facts.get("drives", ()):
             path = drive.get("path", "")
             if drive.get("drained"):
-                yield Alert("info", f"{tier}: {path} is drained", "it can be taken away")
+                yield Alert("info", f"{tier}: {path} is drained", "it can be removed")
             elif drive.get("draining"):
                 left = format_bytes(drive.get("used_bytes", 0))
                 yield Alert("info", f"{tier}: {path} is being drained, {left} left", "wait")
@@ -50,21 +50,21 @@ def _drives(stats: Stats) -> Iterator[Alert]:
                 yield Alert(
                     "bad",
                     f"{tier}: {path} is down: {reason}",
-                    f"look at the drive; it is tried again by itself. To give it up: "
+                    f"check the drive; it is retried automatically. To give it up: "
                     f"kvdepot tiers drain {tier} {path}",
                 )
             elif drive.get("full"):
                 yield Alert(
                     "warn",
-                    f"{tier}: {path} has no room left on its file system; new blocks pass it by",
-                    f"something else fills it: make room, or lower {tier}.capacity; it is tried "
-                    "again by itself",
+                    f"{tier}: the file system of {path} is full; new blocks are not written to it",
+                    f"free space on the file system, or lower {tier}.capacity; it is retried "
+                    "automatically",
                 )
             elif (share := drive.get("of_profile")) and share < _SLOW_SHARE:
                 yield Alert(
                     "warn",
                     f"{tier}: {path} reads at {share:.0%} of its measured speed",
-                    "see what else uses the drive; replace it if it stays slow",
+                    "find what else uses the drive; replace it if it stays slow",
                 )
             yield from _wear(tier, path, drive.get("written") or {})
 
@@ -74,8 +74,8 @@ def _wear(tier: str, path: str, written: Mapping[str, Any]) -> Iterator[Alert]:
         daily = format_bytes(written["daily_bytes"])
         yield Alert(
             "warn",
-            f"{tier}: {path} has used up its writes for now ({daily} a day)",
-            f"new blocks pass it by until there is budget again; raise {tier}.writes_per_day "
+            f"{tier}: {path} has used up its write budget ({daily} a day)",
+            f"new blocks are not written to it for now; raise {tier}.writes_per_day "
             "if the drive allows it",
         )
 
@@ -94,14 +94,14 @@ def _queues(stats: Stats) -> Iterator[Alert]:
         if facts.get("thrashing"):
             yield Alert(
                 "warn",
-                f"{tier}: what is promoted to it pushes out what would be hit",
-                f"it is too small for this traffic: raise {tier}.capacity or add a drive",
+                f"{tier}: promoted blocks evict blocks that would be hit",
+                f"the tier is too small: raise {tier}.capacity or add a drive",
             )
     limit = stats.get("dirty_limit_bytes", 0)
     if limit and stats.get("dirty_bytes", 0) > _NEARLY_ALL * limit:
         yield Alert(
             "warn",
-            "so much waits to be written that new blocks are written later, or stay in memory",
+            "the write queue is full: new blocks are written later, or stay in memory",
             "add drives, raise dram.capacity or writeback.dirty_limit",
         )
 
@@ -112,19 +112,19 @@ def _counted(stats: Stats) -> Iterator[Alert]:
         yield Alert(
             "bad",
             f"corrupt copies dropped since the start: {corrupt:,}; none was served",
-            "kvdepot check finds the drive; look at its log and memory tests of the machine",
+            "run kvdepot check to find the drive; check its log, and test the machine's memory",
         )
     if failed := counters.get("write_failed"):
         yield Alert(
             "warn",
             f"blocks that could not be written since the start: {failed:,}",
-            "they are in memory only: look at the drives and at the daemon's log",
+            "they are in memory only: check the drives and the daemon's log",
         )
     if unrecorded := counters.get("removal_unrecorded"):
         yield Alert(
             "bad",
-            f"removals not written down since the start: {unrecorded:,}",
-            "remove again before the next restart, else the blocks may come back",
+            f"removals that could not be recorded since the start: {unrecorded:,}",
+            "remove the blocks again before the next restart, or they may come back",
         )
 
 
@@ -133,8 +133,8 @@ def _audits(stats: Stats) -> Iterator[Alert]:
         yield Alert(
             "bad",
             f"namespace {one['namespace']} is in quarantine: a block computed again was off by "
-            f"{one['error']:.3g} (tolerance {one['tolerance']:.3g}); nothing of it is served",
-            "kvdepot audit list shows what has made it; kvdepot audit purge NAMESPACE removes its "
+            f"{one['error']:.3g} (tolerance {one['tolerance']:.3g}); its blocks are not served",
+            "kvdepot audit list names the producer; kvdepot audit purge NAMESPACE removes its "
             "blocks, lift serves them again",
         )
 
@@ -164,6 +164,6 @@ def _first_tokens(stats: Stats) -> Iterator[Alert]:
     yield Alert(
         "warn",
         f"first tokens take {found:.3g} s; computing the whole prompts would take {computed:.3g} s",
-        "a tier is slower than it was: see the measured speed of the drives and what else uses "
+        "a tier has become slow: check the measured speed of the drives and what else uses "
         "them; docs/troubleshoot.md, it was slow at 9:00",
     )

@@ -1,8 +1,8 @@
-"""Namespaces in quarantine: one of their blocks was computed again, and is not what is kept.
+"""Audits, and namespaces in quarantine after a failed one.
 
-Nothing of them is served or taken until the quarantine is lifted. Each quarantine is an entry of
-the drives' metadata, so that it outlives the process. A store without drives forgets it with its
-blocks.
+The blocks of such a namespace are not served, and new ones are refused, until the quarantine ends.
+A quarantine is an entry of the drives' metadata, so that it survives a restart. A store without
+drives loses it together with its blocks.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class AuditService(DepotAudits):
         self._caller = caller
         self._wall = wall
         self._lock = threading.Lock()
-        """Over all below."""
+        """Guards the fields below."""
         self._counts: Counter[str] = Counter({"compared": 0, "mismatched": 0})
         self._quarantined: dict[bytes, dict[str, Any]] = {}
         self._producers: dict[int, str] = {}
@@ -82,7 +82,7 @@ class AuditService(DepotAudits):
             self._publish()
         _logger.error(
             "kvdepot: namespace %s (model %s) is in quarantine: a block made by %s is not what %s "
-            "computes, layer %d is off by %.3g (tolerance %.3g); nothing of it is served. "
+            "computes, layer %d is off by %.3g (tolerance %.3g); its blocks are not served. "
             "kvdepot audit list shows it, kvdepot audit purge removes it",
             tag.hex(),
             facts.get("model", "?"),
@@ -108,7 +108,7 @@ class AuditService(DepotAudits):
             }
 
     def describe(self) -> dict[str, Any]:
-        """For `stats`: without the names of models and tenants."""
+        """The counts for `stats`, without names of models and tenants."""
         names = ("since_s", "layer", "error", "tolerance")
         known = self.list()
         return {
@@ -155,13 +155,13 @@ class AuditService(DepotAudits):
         entry = MetaEntry(kind, name, self._state.stamps.next(), value)
         written = self._state.volumes.metadata.put([entry], sync_s)
         if written.should and not written.have:
-            _logger.warning("kvdepot: no drive took what is known of audits; it ends with this run")
+            _logger.warning("kvdepot: no drive could store the result of an audit; a restart loses it")
 
     def _publish(self) -> None:
         self._engine.access.quarantine(self._quarantined)
 
     def _load(self) -> None:
-        """Know what the drives have. A quarantine whose text is damaged counts all the same."""
+        """Load the entries of the drives. A quarantine with a damaged value counts too."""
         volumes = self._state.volumes
         for name, text in volumes.metadata.values(MetaKind.PRODUCER).items():
             self._producers[int.from_bytes(name, "big")] = text.decode(errors="replace")
@@ -173,8 +173,8 @@ class AuditService(DepotAudits):
         self._publish()
         for tag, facts in self._quarantined.items():
             _logger.error(
-                "kvdepot: namespace %s (model %s) is in quarantine since an audit: nothing of it "
-                "is served; see kvdepot audit list",
+                "kvdepot: namespace %s (model %s) is in quarantine after an audit: its blocks are "
+                "not served; see kvdepot audit list",
                 tag.hex(),
                 facts.get("model", "?"),
             )

@@ -1,9 +1,9 @@
-"""A store among those of its site: it announces what it has published in the tier that they
-share, looks there when others announce, and follows their prefetch hints.
+"""A store as a member of a site: it announces changes that it published in the shared tier,
+refreshes that tier when others announce changes, and serves their prefetch hints.
 
-A hint names a prompt by its keys, its tokens or its session. A session is known where it was
-named: that node passes its keys on to the one that the hint is for. What has not come to the shared
-tier yet is looked for until the hint's time is over.
+A hint names a prompt by keys, tokens or session. Only the node on which a session was named knows
+its keys; it forwards them to the node of the hint. Blocks that are not in the shared tier yet are
+looked for again until the deadline of the hint.
 """
 
 import secrets
@@ -27,19 +27,19 @@ from kvdepot.store.routing import RoutingCalls
 from kvdepot.store.volume_set import VolumeSet
 
 _OPEN_MAX: Final = 256
-"""Hints whose blocks are not all here yet."""
+"""Most hints of which blocks are still missing."""
 
 
 @dataclass(slots=True)
 class OpenHint:
-    """A prompt of which not all is here yet."""
+    """A hinted prompt of which blocks are still missing."""
 
     keys: list[BlockKey]
     due_s: float
 
 
 class ClusterMember:
-    """One store. The messages come in the thread of its link."""
+    """The membership of one store. Messages are handled in the thread of its link."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ClusterMember:
         volumes.on_published = self._tell
 
     def describe(self) -> dict[str, Any]:
-        """For `stats`."""
+        """The state and counts for `stats`."""
         names = ("followed", "open", "passed_on", "unknown")
         hints = {name: self._hints[name] for name in names}
         facts = {"site": self.site, "node": self.node, "connected": self._link.is_up}
@@ -111,14 +111,14 @@ class ClusterMember:
             yield from self._routing.keys_of_session(hint.session, hint.tenant)
 
     def _pass_on(self, hint: HintMessage) -> None:
-        """Send the keys of a session to the node that the hint is for."""
+        """Forward the keys of a session to the node of the hint."""
         for keys in self._routing.keys_of_session(hint.session, hint.tenant):
             passed = HintMessage(hint.node, hint.within_s, keys=tuple(keys[:KEYS_MAX]))
             self._link.publish(subject(self.site, "hint"), passed.pack())
             self._hints["passed_on"] += 1
 
     def _look_again(self) -> None:
-        """Hint at what has come since."""
+        """Prefetch blocks of open hints that have arrived in the shared tier."""
         for _ in range(len(self._open)):
             one = self._open.popleft()
             left_s = one.due_s - self._clock.now()

@@ -1,4 +1,4 @@
-"""Namespaces whose descriptions are on the drives, whether or not a program has registered them."""
+"""Namespaces known by their descriptions on the drives, registered or not."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,11 +23,11 @@ class Described:
     model: str
     tenant: str
     namespace: Namespace | None
-    """None: it takes a secret that is not known here."""
+    """None if its secret is not known here."""
 
 
 class DescribedNamespaces:
-    """Namespaces whose description is here, whether or not a program has registered them."""
+    """The namespaces described on the drives, registered or not."""
 
     def __init__(
         self, descriptions: Callable[[], dict[bytes, bytes]], tenants: Mapping[str, TenantConfig]
@@ -35,10 +35,10 @@ class DescribedNamespaces:
         self._descriptions = descriptions
         self._tenants = tenants
         self._parsed: dict[bytes, Described | None] = {}
-        """By description; None: it is none."""
+        """Parsed namespaces by description; None for an invalid one."""
 
     def all(self) -> dict[bytes, Described]:
-        """By tag."""
+        """All described namespaces by tag."""
         found: dict[bytes, Described] = {}
         for tag, text in self._descriptions().items():
             if text not in self._parsed:

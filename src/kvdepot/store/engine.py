@@ -43,16 +43,15 @@ _UNKNOWN: Final = BlockSize(0, 0)
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """The origin of a call: the program that opened the store, one client of the daemon, or other
-    nodes and people, who may use all namespaces that are described on the drives.
+    """The origin of a call: the program that opened the store, a client of the daemon, or another
+    node or a person, who may use all namespaces described on the drives.
     """
 
     label: str
     spaces: dict[int, BlockSize] = field(default_factory=dict)
-    """The namespaces that it has registered: the first word of their keys, and the size of a
-    block."""
+    """Block sizes of its registered namespaces, by the first word of their keys."""
     described: Callable[[int], BlockSize | None] = lambda _: None
-    """The size of blocks of a namespace that it may use without having registered it."""
+    """Returns the block size of a namespace that it may use without registering it, or None."""
 
     def size_of(self, tag: int) -> BlockSize:
         """The size of blocks of a namespace; zeros if the caller may not use it."""
@@ -67,13 +66,13 @@ class Access:
         self._sizes: dict[int, BlockSize] = {}
         """Block sizes of the namespaces that callers have registered."""
         self._lock = threading.Lock()
-        """Over `_sizes` and the namespaces of callers; held while a description is written."""
+        """Guards `_sizes` and the namespaces of callers; held while a description is written."""
         self._quarantined = np.zeros(0, np.uint64)
 
     def register(self, caller: Caller, tag: bytes, size: BlockSize, description: bytes) -> None:
         """See Engine.register."""
         if size.block_bytes <= 0 or size.chunk_bytes <= 0:
-            raise ConfigError("layout", "a block without bytes")
+            raise ConfigError("layout", "a block must have at least 1 byte")
         chunk_count(*size)
         check_block_bytes(size.block_bytes)
         self._check_fits(record_bytes(size.block_bytes))
@@ -82,7 +81,7 @@ class Access:
             known = self._sizes.get(word, size)
             if known != size:
                 raise ConfigError(
-                    "layout", f"the namespace is known with {known.block_bytes} bytes"
+                    "layout", f"the namespace is registered with blocks of {known.block_bytes} bytes"
                 )
             if word in caller.spaces:
                 return
@@ -90,7 +89,7 @@ class Access:
             self._sizes[word] = caller.spaces[word] = size
 
     def unregister(self, caller: Caller) -> None:
-        """A caller is gone."""
+        """Release the namespaces of a caller that has ended."""
         with self._lock:
             tags = [word.to_bytes(8, "little") for word in caller.spaces]
             caller.spaces.clear()
@@ -98,11 +97,11 @@ class Access:
                 self._sizes.pop(tag_word(tag), None)
 
     def is_registered(self, tag: bytes) -> bool:
-        """True if a caller uses the namespace now."""
+        """True if a caller has registered the namespace."""
         return tag_word(tag) in self._sizes
 
     def quarantine(self, tags: Iterable[bytes]) -> None:
-        """Serve and take nothing of these namespaces from now on, and of no others."""
+        """Set the namespaces in quarantine: their blocks are neither served nor stored."""
         self._quarantined = np.array([tag_word(tag) for tag in tags], np.uint64)
 
     def quarantined(self, keys: Keys) -> Bools | None:
@@ -111,8 +110,8 @@ class Access:
         return np.isin(keys[:, 0], tags) if len(tags) else None
 
     def allowed(self, caller: Caller, blocks: Array) -> tuple[Array, Array]:
-        """The blocks with the sizes that are registered, and the indices of those that the caller
-        may have.
+        """Fill in the registered sizes of blocks. Returns them, and the indices of those that the
+        caller may use.
         """
         sizes, chunks = self.sizes_for(caller, blocks["key"])
         stop = np.where(blocks["stop"] == 0, sizes, blocks["stop"])
@@ -140,7 +139,7 @@ class Access:
             return
         if not state.staging.chunks_for(nbytes):
             raise ConfigError(
-                "writeback.staging", f"a block takes {format_bytes(nbytes)}, more than there is"
+                "writeback.staging", f"a block takes {format_bytes(nbytes)}, more than staging has"
             )
         for lower in state.lower_tiers:
             facts = (one for _, one in lower.volumes.all_facts() if not one.lost)
@@ -161,7 +160,7 @@ class Engine:
     def __init__(self, state: StoreState, mover: BlockMover) -> None:
         self.state = state
         self.memories = [arena.memory for arena in state.all_arenas]
-        """All memory that blocks lie in: that of the memory tiers, then staging."""
+        """The memory of all memory tiers, then that of staging."""
         self.putter = Putter(state)
         self.reader = Reader(state, self.putter.slots)
         self.prefetcher = Prefetcher(state, self.reader)
@@ -171,7 +170,7 @@ class Engine:
         tiers = [TIER_NAMES.index(copies.tier) for copies in state.catalog.tiers]
         lowest = [(bits & -bits).bit_length() - 1 for bits in range(1, 1 << len(tiers))]
         self._codes = np.array([0, *(tiers[bit] for bit in lowest)], np.uint8)
-        """By residency, the fastest tier's place in TIER_NAMES."""
+        """The fastest tier (index in TIER_NAMES) by the bits of residency."""
 
     def payload(self, address: int, nbytes: int) -> memoryview:
         """The payload of the record at an address of the store's memory."""
@@ -186,26 +185,27 @@ class Engine:
         return self.state.arena.address + slot.slot
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for what is under way. False: the kernel or a thread still uses the memory."""
+        """Wait for running reads. False: the kernel or a thread still uses the memory."""
         return self.prefetcher.close(timeout_s) and self.reader.close(timeout_s)
 
     def register(self, caller: Caller, tag: bytes, size: BlockSize, description: bytes) -> None:
-        """Let a caller use a namespace until `unregister`. Records what its tag stands for.
+        """Let a caller use a namespace until `unregister`. Writes its description to the drives.
 
-        Raises ConfigError if its blocks do not fit, or another caller has it with another size.
+        Raises ConfigError if its blocks do not fit, or it is registered with another size.
         """
         self.state.check_open()
         self.access.register(caller, tag, size, description)
         self.state.events.emit(Registered(tag, description))
 
     def unregister(self, caller: Caller) -> None:
-        """A caller is gone."""
+        """Release the namespaces of a caller that has ended."""
         self.access.unregister(caller)
 
     def match(self, caller: Caller, keys: Keys, *, counts: bool = True) -> bytes:
-        """For each block of the longest resident prefix its fastest tier: a place in TIER_NAMES.
+        """Return the fastest tier (index in TIER_NAMES) of each block of the longest resident
+        prefix.
 
-        Waits for the lock only if something is missing. `counts`: it is a lookup of a prompt.
+        Takes the lock only if a block is missing. `counts`: count it as a lookup.
         """
         self.state.check_open()
         residency = self._all_resident(keys)
@@ -247,12 +247,13 @@ class Engine:
         sink: Sink | None = None,
         verify: bool | None = None,
     ) -> bytes:
-        """Fill the buffer of each block, or hand it to `sink` in place and protect it by `keep`.
+        """Copy blocks to their buffers, or pass them to `sink` in place. Returns an index into
+        ANSWERS for each.
 
-        Those in memory come first, in one go, then what is read from drives, which is always
-        verified. `verify`: verify what is in memory too (default: as configured); a damaged copy is
-        dropped and read from elsewhere. What the sink raises is passed on. With `keep`, blocks that
-        came to stay are protected until it is released.
+        Serves blocks in memory first, in one batch, then reads the others from drives, always
+        verified. `verify`: verify blocks in memory too (default: as configured); a damaged copy is
+        dropped and read from another tier. `keep` protects blocks that stay in memory until it is
+        released. Exceptions of the sink are passed on.
         """
         with self.state.using:
             blocks, wanted = self.access.allowed(caller, blocks)
@@ -269,9 +270,8 @@ class Engine:
         *,
         verify_concurrently: bool = False,
     ) -> bytes:
-        """Hand blocks to `sink` in place that the lease protects: not a further use of them.
-
-        `verify_concurrently`: see core.depot.Lease.deliver.
+        """Pass leased blocks to `sink` in place, without counting a use. See
+        core.depot.Lease.deliver.
         """
         with self.state.using:
             blocks, wanted = self.access.allowed(caller, blocks)
@@ -282,7 +282,7 @@ class Engine:
         return codes if len(wanted) == len(blocks) else _answers(codes, wanted, len(blocks))
 
     def put(self, caller: Caller, offer: Offer, timeout_s: float) -> list[PutResult]:
-        """Copy blocks into memory and queue them for the drives. See core.depot.Depot.put_many."""
+        """Copy blocks into memory and queue them for the drives. See depot.Depot.put_many."""
         with self.state.using:
             answers = self._with_slots(caller, offer, self.putter.store, timeout_s)[1]
             self._flusher.write_through(timeout_s)
@@ -291,9 +291,9 @@ class Engine:
     def reserve(
         self, caller: Caller, offer: Offer, timeout_s: float, *, pad: bool = True
     ) -> tuple[list[NewBlock | None], list[PutResult]]:
-        """Slots for new blocks, None where there is none, and an answer for each block.
+        """Reserve slots for new blocks. Returns them, None for blocks without one, and the results.
 
-        Without `pad` there is no answer for blocks after the first that found no room.
+        Without `pad` there are no results for blocks after the first without room.
         """
         find = self.putter.reserve if pad else self.putter.admit
         return self._with_slots(caller, offer, find, timeout_s)
@@ -301,8 +301,8 @@ class Engine:
     def seal(
         self, caller: Caller, slots: list[NewBlock], *, in_slots: tuple[bool, bool] | None = None
     ) -> None:
-        """Make blocks of slots that were filled. `in_slots`: another process has filled them and
-        their checksums; whether it has left token ids and a producer in them, too.
+        """Make filled slots visible as blocks. `in_slots`: another process has filled them and
+        their checksums; True if it has also written token ids, and a producer.
         """
         tokens, producer = in_slots or (False, False)
         for slot in slots if tokens or producer else ():
@@ -314,13 +314,13 @@ class Engine:
         self.putter.finish(slots, summed=in_slots is not None)
 
     def abandon(self, caller: Caller, slots: list[NewBlock]) -> None:
-        """Give back slots that were not sealed."""
+        """Free slots that were not sealed."""
         self.putter.abandon(slots)
 
     def remove(self, caller: Caller, keys: Keys | None = None, *, tag: bytes = b"") -> int:
-        """Delete blocks everywhere, for good: those with these keys, or all of a namespace.
+        """Delete blocks from all tiers, durably: those with these keys, or all of a namespace.
 
-        Waits for those that are being written. Returns how many were there.
+        Waits for blocks that are being written. Returns the number of blocks that were stored.
         """
         state = self.state
         state.check_open()
@@ -349,8 +349,8 @@ class Engine:
         deadline_s: float,
         session: SessionState = SessionState.NONE,
     ) -> Hint:
-        """Bring prompts to memory in the background, the heads of all of them first. Looks for what
-        other nodes have put if something is missing.
+        """Read prompts into memory in the background, first the heads of all. If blocks are
+        missing, requests a refresh of volumes shared with other nodes. Does not block.
         """
         state, catalog, parts, resident = self.state, self.state.catalog, [], 0
         with state.lock:
@@ -374,16 +374,17 @@ class Engine:
         return hint
 
     def flush(self, caller: Caller, timeout_s: float, keys: Keys | None = None) -> FlushReport:
-        """Wait until what was put before is durable. See core.depot.Depot.flush."""
+        """Wait until blocks put before are durable. See depot.Depot.flush."""
         self.state.check_open()
         return self._flusher.flush(timeout_s, keys)
 
     def _all_resident(self, keys: Keys) -> Array | None:
-        """Residency of blocks that are all there, found without the lock; None: look with it.
+        """The residency of blocks that are all resident, found without the lock; None if the lock
+        is needed.
 
-        Other threads may be changing the index. A row that has a key before and after its residency
-        is read was that block's, and resident, at a moment of this call, which is all that a match
-        says. What is not found may be on its way to another place of the table.
+        Other threads may change the index meanwhile. If a row has the key before and after its
+        residency is read, the block was resident at a moment of this call, which is all that a
+        match guarantees. A key that is not found may be being moved within the table.
         """
         catalog = self.state.catalog
         if self.access.quarantined(keys) is not None:
@@ -398,7 +399,7 @@ class Engine:
         return residency if same and all_up and (rows != NONE).all() and residency.all() else None
 
     def _resident(self, keys: Keys) -> Rows:
-        """Rows of the longest prefix that can be served."""
+        """The rows of the longest prefix that can be served. With the lock."""
         assert self.state.lock.held()
         catalog = self.state.catalog
         rows = catalog.table.find_many(keys)
@@ -426,7 +427,7 @@ class Engine:
         find: Callable[[Sequence[NewBlock], float], list[PutResult]],
         timeout_s: float,
     ) -> tuple[list[NewBlock | None], list[PutResult]]:
-        """Have slots found for the blocks that the caller may put; the others are refused."""
+        """Call `find` for the blocks that the caller may put; the others are REFUSED."""
         sizes, chunks = self.access.sizes_for(caller, offer.blocks["key"])
         slots = [
             NewBlock(key, address, size, chunk, producer=producer)
@@ -457,7 +458,7 @@ class Engine:
 
 
 def _answers(codes: bytes, wanted: Ints, count: int) -> bytes:
-    """An answer for each block of a call: ABSENT for those that the caller may not have."""
+    """The answers for all blocks of a call: ABSENT for those that the caller may not use."""
     answers = np.full(count, ABSENT, np.uint8)
     answers[wanted] = np.frombuffer(codes, np.uint8)
     return answers.tobytes()

@@ -1,8 +1,8 @@
-"""Events of a store, for those that watch it: metrics, ledger, trace recorder.
+"""The events of a store, for its observers: metrics, ledger, trace recorder.
 
-The parts of the store emit events; none of them knows an observer. Events are delivered in the
-order in which they were emitted, in batches, by one thread and without the store's lock. Where the
-order of two events matters, both are emitted with that lock held.
+The parts of the store emit events and know no observers. One thread delivers the events in batches,
+in the order of emission and without the store's lock. If the order of two events matters, both are
+emitted with that lock held.
 """
 
 import logging
@@ -16,17 +16,17 @@ from kvdepot.core.first_token import FirstToken
 from kvdepot.core.keys import Keys
 
 RING_MAX: Final = 1 << 14
-"""Events that wait to be delivered. Further ones are lost, and counted."""
+"""Most events that wait for delivery. Further ones are dropped and counted."""
 _WAKE_AT: Final = RING_MAX // 8
 _PAUSE_S: Final = 0.1
-"""Events are delivered at least this often while there are any."""
+"""Longest time between two deliveries."""
 _log = logging.getLogger("kvdepot.store")
 
 
 @dataclass(slots=True)
 class LookedUp:
-    """A caller looked a prompt up. `found`: the fastest tier of each resident block of its prefix,
-    as a place in TIER_NAMES; only how many there are matters to a lease.
+    """A caller looked up a prompt. `found` has the fastest tier (index in TIER_NAMES) of each block
+    of the resident prefix.
     """
 
     at_s: float
@@ -37,23 +37,23 @@ class LookedUp:
 
 @dataclass(slots=True)
 class BlocksServed:
-    """Blocks of one namespace were given to a caller."""
+    """Blocks of one namespace were served."""
 
     tag: bytes
     tier: str
     blocks: int
     nbytes: int
     whole: float
-    """The same in whole blocks: a part of a block counts as that part."""
+    """Number of blocks; a part of a block counts as a fraction."""
     before: int
-    """Blocks before the first one in its prompt."""
+    """Number of blocks before the first one in the prompt."""
     last: int
     """Digest of the last block's key."""
 
 
 @dataclass(slots=True)
 class Counted:
-    """Something happened that is only counted: see `observers.activity.COUNTERS`."""
+    """An increment of one of `observers.activity.COUNTERS`."""
 
     name: str
     count: int
@@ -70,7 +70,7 @@ class Took:
 
 @dataclass(slots=True)
 class Registered:
-    """A namespace is used from now on."""
+    """A namespace was registered."""
 
     tag: bytes
     description: bytes
@@ -78,7 +78,7 @@ class Registered:
 
 @dataclass(slots=True)
 class SessionNamed:
-    """The prompt of a session in one namespace."""
+    """A session was named, with its prompt in one namespace."""
 
     tag: bytes
     name: str
@@ -87,7 +87,7 @@ class SessionNamed:
 
 @dataclass(slots=True)
 class PrefillReported:
-    """An engine has measured its prefill: seconds for a token, and for a pair that attends."""
+    """An engine has reported its prefill speed: seconds per token, and per attending pair."""
 
     tag: bytes
     token_s: float
@@ -96,7 +96,7 @@ class PrefillReported:
 
 @dataclass(slots=True)
 class FirstTokenReported:
-    """An engine has answered the first token of a request."""
+    """An engine has reported the time to a first token."""
 
     at_s: float
     first: FirstToken
@@ -104,7 +104,7 @@ class FirstTokenReported:
 
 @dataclass(slots=True)
 class Lost:
-    """Events were not delivered, because too many waited."""
+    """Events were dropped, because too many waited."""
 
     count: int
 
@@ -116,14 +116,14 @@ Event = (
 
 
 class Observer(Protocol):
-    """Watches a store."""
+    """Receives the events of a store."""
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Events in their order. An observer that raises gets no more."""
+        """Called with events in their order. An observer that raises is unsubscribed."""
 
 
 class Events:
-    """The events of one store that wait to be delivered. Thread-safe."""
+    """Queues and delivers the events of one store. Thread-safe."""
 
     def __init__(self) -> None:
         self._ring: deque[Event] = deque()
@@ -141,7 +141,7 @@ class Events:
             self._observers.append(observer)
 
     def unsubscribe(self, observer: Observer) -> None:
-        """Deliver what was emitted so far, then no more."""
+        """Deliver the events emitted so far, then no more. Blocks while observers work."""
         self.deliver()
         with self._delivering:
             if observer in self._observers:
@@ -173,7 +173,7 @@ class Events:
         self.emit(Took(stage, what, seconds))
 
     def deliver(self) -> None:
-        """Deliver what was emitted before this call. Blocks while observers work."""
+        """Deliver all events emitted before this call. Blocks while observers work."""
         with self._delivering:
             ring, batch = self._ring, []
             for _ in range(len(ring)):
@@ -187,10 +187,10 @@ class Events:
                     observer.observe(batch)
                 except Exception:
                     self._observers.remove(observer)
-                    _log.exception("%s is not told of events any more", type(observer).__name__)
+                    _log.exception("%s raised an exception and was unsubscribed", type(observer).__name__)
 
     def close(self) -> None:
-        """Deliver what is left and end the thread."""
+        """Deliver the remaining events and end the thread. Blocks."""
         self._closed = True
         self._wake.set()
         self._full.set()

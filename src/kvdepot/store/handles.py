@@ -96,7 +96,7 @@ class StoreReservation(Reservation):
         outcomes: list[PutResult],
         done: Callable[[], None],
     ) -> None:
-        """`done` is called once, at the end."""
+        """`done` is called once, by `close`."""
         self.outcomes = outcomes
         self._engine = engine
         self._caller = caller

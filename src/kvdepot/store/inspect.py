@@ -13,8 +13,8 @@ from kvdepot.index.table import NONE
 from kvdepot.store.drives.maintenance import VolumeMaintenance
 from kvdepot.store.engine import Engine
 from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.volume_set import VolumeSet
-from kvdepot.store.write.memory_eviction import ArenaTier
 from kvdepot.volumes.log.volume import LogVolume
 
 
@@ -34,7 +34,7 @@ class StoreInspector:
         return self.state.catalog
 
     def lower(self, number: int = 0) -> LowerTier:
-        """One of the tiers below memory, fastest first."""
+        """A tier below memory, counted from the fastest."""
         return self.state.lower_tiers[number]
 
     @property
@@ -42,11 +42,11 @@ class StoreInspector:
         return self.state.volumes
 
     def log_volume(self, number: int = 0) -> LogVolume:
-        """A volume with segments, with all of its parts."""
+        """A log volume with its internals."""
         return cast(LogVolume, self.volumes.entries[number].volume)
 
     def memory(self, number: int = 0) -> ArenaTier:
-        """One of the memory tiers, fastest first."""
+        """A memory tier, counted from the fastest."""
         return self.state.memory_tiers[number]
 
     def rows(self, keys: Sequence[BlockKey]) -> list[int]:
@@ -63,7 +63,7 @@ class StoreInspector:
             ]
 
     def volumes_of(self, keys: Sequence[BlockKey], number: int = 0) -> list[int]:
-        """The volume of each block in a lower tier; -1 where it is not there."""
+        """The volume of each block in a lower tier; -1 if the tier does not have it."""
         return [volume_of(location) for location in self.locations(keys, number)]
 
     def are_in(self, keys: Sequence[BlockKey], number: int = 0) -> list[bool]:
@@ -71,7 +71,9 @@ class StoreInspector:
         return [location != NONE for location in self.locations(keys, number)]
 
     def drop_from_memory(self, keys: Sequence[BlockKey] | None = None) -> None:
-        """Evict blocks, or all, from the fastest memory tier. They must be written."""
+        """Evict blocks (default: all) from the fastest memory tier. They must
+        be written already.
+        """
         memory = self.memory()
         with self.state.lock:
             if keys is None:
@@ -89,7 +91,7 @@ class StoreInspector:
             memory.image(self.state.catalog.row(key))[offset] ^= 1
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-        """Wait until something is true of the store."""
+        """Wait until a condition is true. False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -101,5 +103,5 @@ class StoreInspector:
         return self.reader.late.wait(timeout_s)
 
     def wait_for_prefault(self, timeout_s: float = 60.0) -> bool:
-        """Wait until all memory is faulted in, where it is to be."""
+        """Wait until prefaulting has ended. False after `timeout_s`."""
         return all(arena.memory.prefaulted(timeout_s) for arena in self.state.all_arenas)

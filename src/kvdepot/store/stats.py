@@ -3,8 +3,8 @@
 from typing import Any
 
 from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.write.memory_eviction import ArenaTier
 
 
 def describe(state: StoreState) -> dict[str, Any]:

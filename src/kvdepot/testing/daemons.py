@@ -44,8 +44,7 @@ def run_command(arguments: Sequence[str], log: TextIO) -> RunningCommand:
 
 
 class DaemonProcess:
-    """`kvdepot serve` with these settings and a socket in `folder`. A context manager that kills it.
-    """
+    """`kvdepot serve` with a socket in `folder`. As a context manager, kills it at the end."""
 
     run = staticmethod(run_command)
     """Starts the command; tests replace it with a faster function."""

@@ -93,7 +93,7 @@ class EmulatedHead:
     model: DriveModel
     free_at_s: float = 0.0
     at: tuple[int, int] = (-1, 0)
-    """A descriptor and an offset in it."""
+    """Descriptor and offset of the end of the last transfer."""
     slowdown: float = 1.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -11,8 +11,9 @@ CONTEXT: Final = VolumeContext(SystemClock(), WallClock(), StampClock(WallClock(
 
 
 class MemoryMedium(dict[str, bytes]):
-    """Values in a dict. Given to another MemoryVolume, it stands for a restart. Implements
-    volumes.named.NamedValues.
+    """Values in a dict. Implements volumes.named.NamedValues.
+
+    To simulate a restart, pass it to another MemoryVolume.
     """
 
     def names(self) -> list[str]:

@@ -68,8 +68,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Tear:
-    """Only the first bytes of a write reach the disk; then it fails with `code` or kills the process.
-    """
+    """Only the first bytes of a write reach the disk; then it fails, or the process is killed."""
 
     nbytes: int
     code: int = errno.EIO

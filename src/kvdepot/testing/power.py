@@ -130,8 +130,7 @@ class UnsyncedNames:
         self.graves[file] = grave
 
     def note_durable(self, name: str, file: FileId) -> None:
-        """Record a name that is about to be removed as durable, unless it is new since the last sync.
-        """
+        """Record a name before its removal; durable unless it was made since the last sync."""
         if not any(name in (change.name, change.before) for change in self.changes):
             self.durable[name] = file
 
@@ -185,8 +184,7 @@ class LateWrites:
 
 
 class PowerFiles(Files):
-    """Files whose power can be cut once. Thread-safe; operations that change a disk are serialized.
-    """
+    """Files whose power can be cut once. Thread-safe; changes of a disk are serialized."""
 
     def __init__(
         self,

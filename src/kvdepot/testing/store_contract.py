@@ -688,7 +688,7 @@ class InPlaceContract(OpenedStore):
             assert concurrently or list(sink.got) == [0], "only a checked block is delivered"
             assert sink.got[0] == payload_for(keys[0], BLOCK_BYTES)
 
-    @pytest.mark.parametrize("how", ["get", "deliver", "concurrent"])
+    @pytest.mark.parametrize("how", ["get", "deliver", "verify later"])
     def test_a_slot_that_holds_another_block_is_no_success(self, store: Depot, how: str) -> None:
         keys = prompt(space_of(store), 1, 3)
         fill(store, keys)
@@ -701,7 +701,9 @@ class InPlaceContract(OpenedStore):
             sink.got.update({at: bytes(into[at]) for at, answer in enumerate(answers) if answer})
         else:
             with store.lease(keys) as lease:
-                answers = lease.deliver(sink, verify_concurrently=how == "concurrent", timeout_s=WAIT_S)
+                answers = lease.deliver(
+                    sink, verify_concurrently=how == "concurrent", timeout_s=WAIT_S
+                )
         assert answers[1]
         for at, answer in enumerate(answers):
             assert not answer or sink.got[at] == payload_for(keys[at], BLOCK_BYTES)

@@ -61,7 +61,7 @@ def test_a_prompt_that_is_read_again_and_again(tmp_path: Path, eviction: str, mo
         assert counters["reclaimed_segments"] >= 8, "it was written over"
         assert (counters["moved_ssd"] > 0) == moves
         rows = store.inspect().catalog.rows(wanted)
-        on_drive = [row != NONE and store.inspect().catalog.disk.ready(row) for row in rows]
+        on_drive = [row != NONE and store.inspect().catalog.files[0].ready(row) for row in rows]
         assert on_drive == [eviction != "fifo"] * PROMPT_BLOCKS
         assert store.admin.check()
 

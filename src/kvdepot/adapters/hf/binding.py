@@ -160,7 +160,7 @@ def bind(model: PreTrainedModel, store: Depot, options: Options) -> Binding:
 
 
 def _producer(model: PreTrainedModel, shape: LayerShape, identity: str) -> str:
-    """For people: facts that do not change the meaning of KV, so that no namespace has them."""
+    """A description for display, of facts that do not change KV and are in no namespace."""
     kernels = getattr(model.config, "_attn_implementation", None) or "unknown"
     return (
         f"transformers {transformers.__version__}, torch {torch.__version__}, "

@@ -17,9 +17,9 @@ _WARM_UP_TOKENS: Final = 256
 class TimedAnswer:
     ids: list[int]
     ttft_s: float
-    """From the call to the first new token, with the lookup and the fetch."""
+    """Time from the call to the first new token, with the lookup and the fetch."""
     seconds: float
-    """Until the call returned."""
+    """Time until the call returned."""
     fetched: dict[str, int]
     """Prompt tokens from each tier; empty without a depot."""
 

@@ -22,7 +22,7 @@ from kvdepot.core.namespace import fingerprint
 from kvdepot.errors import ModelError
 
 _WHOLE_BYTES: Final = 4096
-"""Tensors up to this size enter the digest as they are."""
+"""Tensors up to this size enter the digest unreduced."""
 _WORD: Final = 8
 _STEP_WORDS: Final = 1 << 22
 _FACTORS: Final = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
@@ -122,7 +122,8 @@ def tuner_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def signs_of(model: PreTrainedModel, tuners: Sequence[torch.nn.Module]) -> Signs:
-    """Cheap enough for every call. Equal signs mean equal KV, but for the writes named above."""
+    """The signs of a model, cheap enough for every call. Equal signs mean equal KV, except for the
+    writes named above."""
     # Parameters, and buffers that are saved with them. Other buffers, such as rotary frequencies,
     # follow from the config, and some models replace them from call to call.
     weights: list[torch.Tensor] = [*model.parameters()]
@@ -153,7 +154,7 @@ def _sample(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _adapter_state(tuners: Sequence[torch.nn.Module]) -> str:
-    """Which adapters are active, and how strong; empty without adapters."""
+    """The active adapters with their scales; empty without adapters."""
     return "; ".join(
         ", ".join(f"{name}={getattr(tuner, name, None)}" for name in _ADAPTER_FIELDS)
         for tuner in tuners

@@ -1,6 +1,6 @@
 """Stores complete blocks of a cache in the depot, in the background.
 
-A job refers to the cache's tensors as they are after a step. A dynamic cache does not write to its
+A job refers to the state of the cache's tensors after a step. A dynamic cache does not write to its
 filled part again, so the model continues meanwhile. At most JOBS_MAX jobs wait. Another one is
 dropped and counted: a later job stores the same blocks.
 """
@@ -32,7 +32,7 @@ class GroupSnapshot:
     """The layers of a group at one moment."""
 
     parts: list[list[KV]]
-    """For each layer its tensors, in the order of their tokens."""
+    """The tensors of each layer, in the order of their tokens."""
     first: int
     """The column of the first token."""
     joined: bool
@@ -62,7 +62,7 @@ class OffloadRow:
     pad: int
     batch: int
     windows_from: int = 0
-    """From this token on the snapshot has all K and V of windows."""
+    """The first token from which the snapshot has all K and V of windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class OffloadJob:
     snapshots: list[GroupSnapshot]
     """One for each group."""
     ready: torch.cuda.Event | None = None
-    """When the tensors are filled; None: now."""
+    """The event after which the tensors are filled; None if they are."""
     first: Callable[[], None] | None = None
     """Called before anything else, once the tensors are filled."""
 

@@ -47,15 +47,15 @@ class FetchedRow:
     """The index in the batch."""
     prompt: PromptRow
     keys: list[list[BlockKey]]
-    """For each group the keys of the prompt's full blocks."""
+    """The keys of the prompt's full blocks, by group."""
     tokens: int = 0
     """The model can continue after this many tokens."""
     fetched_blocks: Counter[int] = field(default_factory=Counter)
-    """For each group the number of leading blocks that are in place."""
+    """The number of leading blocks in place, by group."""
     windows: dict[int, list[KV]] = field(default_factory=dict)
-    """For each group with a window: its tensors, which end with token `tokens`."""
+    """The tensors of each group with a window; they end with token `tokens`."""
     tiers: dict[int, str] = field(default_factory=dict)
-    """For each block the slowest tier that a group's part of it came from."""
+    """The slowest tier that a group's part of each block came from."""
     misses: Counter[str] = field(default_factory=Counter)
     tickets: dict[int, list[OnboardTicket]] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
@@ -91,7 +91,7 @@ class PreparedCache:
     cache: DepotCache
     column: int
     windows_from: list[int]
-    """For each row: from this token on the cache keeps all K and V of windows."""
+    """The first token of each row from which the cache keeps all K and V of windows."""
     rows: list[FetchedRow] = field(default_factory=list)
 
     def close(self) -> None:
@@ -115,14 +115,14 @@ class BatchFetch:
             for number, prompt in enumerate(prompts)
         ]
         self._tensors: dict[int, list[KV]] = {}
-        """For each group of full attention the tensors of the whole batch."""
+        """The tensors of the whole batch for each group of full attention."""
         self._deadline_s: float | None = None
         """None: as long as the depot allows for one read."""
         self._late = False
         """A block was late: from now on only blocks that need no wait are taken."""
         self._column = 0
         self._caught_up: dict[int, DepotCache] = {}
-        """By row."""
+        """Caches of rows that were caught up, by row."""
 
     def prepare(
         self,

@@ -31,11 +31,11 @@ class CallStats:
     rows: list[ServedRow] = field(default_factory=list)
     lookup_s: float = 0.0
     onboard_s: float = 0.0
-    """From the end of the lookup until the model could start. On a GPU copies may continue."""
+    """Time from the lookup's end until the model could start. On a GPU copies may continue."""
     misses: dict[str, int] = field(default_factory=dict)
     """Blocks that the lookup found and that could not be used, by reason."""
     passed: str = ""
-    """Why the call was left to the model; empty if the depot was used."""
+    """The reason why the depot was not used; empty if it was."""
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON-able values."""
@@ -49,7 +49,7 @@ class ModelCounters:
     calls: int = 0
     prompt_tokens: int = 0
     fetched_tokens: Counter[str] = field(default_factory=Counter)
-    """By tier."""
+    """Fetched tokens by tier."""
     computed_tokens: int = 0
     passed: Counter[str] = field(default_factory=Counter)
     """Calls that were left to the model, by reason."""

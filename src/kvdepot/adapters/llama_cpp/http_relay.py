@@ -235,7 +235,7 @@ class _Handler(socketserver.BaseRequestHandler):
             poll.unregister(client)  # it has already sent its next request
 
     def _relay(self, server: _Peer, response: h11.Response) -> tuple[bytes, bool]:
-        # A Content-Length beside chunks may be wrong; the chunks count.
+        # With chunked encoding a Content-Length is ignored: it may be wrong.
         chunked = any(name == b"transfer-encoding" for name, _ in response.headers)
         headers = _end_to_end(response, {b"content-length"} if chunked else set())
         start = h11.Response(

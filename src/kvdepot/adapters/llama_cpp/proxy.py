@@ -135,7 +135,7 @@ class LlamaProxy:
         self._users: set[bytes] = set()
         """The first two users of slots."""
         self._reports: dict[bytes, PrefillReport] = {}
-        """By the namespace of the model."""
+        """Reports by the tag of the model's namespace."""
         self._savers = ThreadPoolExecutor(_SAVERS, "kvdepot-llama-save")
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from kvdepot.errors import ModelError
 
 _UNBOUNDED: Final = -1
 _STATE_MAGIC: Final = 0xAF143CD8
-"""In newer versions a state in memory begins with it and the number of the sequence."""
+"""Newer versions write this and the number of the sequence before a state in memory."""
 
 
 class LlamaBatch(ctypes.Structure):

@@ -47,7 +47,7 @@ class LinkSettings:
     memo: Path | None = None
     """The file that keeps digests of model files."""
     audit: AuditConfig = field(default_factory=AuditConfig)
-    """Which hits are computed again."""
+    """The share of hits that are computed again and compared."""
 
 
 class LlamaServerLink:
@@ -59,7 +59,7 @@ class LlamaServerLink:
         if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
             raise ModelError(
                 f"invalid address of a llama-server: {settings.url!r}",
-                hint="http://127.0.0.1:8080, for example",
+                hint="write http://HOST:PORT, such as http://127.0.0.1:8080",
             )
         self.host, self.port = parts.hostname, parts.port or 80
         self.settings = settings

@@ -87,7 +87,7 @@ class ServerWatch:
         self.link = LlamaServerLink(settings)
         self.latest: ServedModel | None = None
         self.reason = "llama-server has not answered yet"
-        """Why `latest` is None."""
+        """The reason why `latest` is None."""
         self._depot = depot
         self._changed = threading.Condition()
         """Guards the fields below."""
@@ -186,7 +186,7 @@ class ServerWatch:
         if not sockets:
             raise ModelError(
                 f"no process of this machine listens on port {link.port}",
-                hint="llama-server and the proxy must run in one network namespace",
+                hint="run llama-server and the proxy in one network namespace",
             )
         process = process_of(sockets)
         check_options(process)

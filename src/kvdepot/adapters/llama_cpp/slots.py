@@ -1,7 +1,7 @@
-"""The slots of a llama-server: which request has which, and what is believed to be in them.
+"""The slots of a llama-server: the request that has each slot, and the slot's assumed content.
 
-That belief chooses a slot. It also decides whether a request may use the KV in its slot: only if
-the same user left it, with the same scales of LoRAs. The server itself compares tokens.
+The assumed content decides which slot a request gets, and whether it may use the KV there: only if
+it is of the same user, with the same scales of LoRAs. The server itself compares tokens.
 """
 
 import threading
@@ -20,7 +20,7 @@ Scales = tuple[float, ...]
 
 
 class Owner(NamedTuple):
-    """KV is shared only between requests with equal owners."""
+    """The owner of KV, which is shared only between requests with equal owners."""
 
     user: bytes = b""
     """A digest of the API key; empty without one."""
@@ -35,18 +35,18 @@ class Slot:
 
     number: int
     tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Believed to be in it; empty if `owner` is None."""
+    """The tokens assumed to be in the slot; empty if `owner` is None."""
     owner: Owner | None = None
     """The owner of the tokens; None: not known."""
     scales: Scales = ()
-    """Those of the last request that was sent to it; empty: not known. The server empties a slot
-    for a request with other scales."""
+    """The scales of the last request that was sent to it; empty: not known. The server empties a
+    slot for a request with other scales."""
     used: int = 0
     """The count of `take` calls when it was last taken."""
     holders: int = 0
-    """The request that has it, and the thread that saves it."""
+    """The number of users: the request that has the slot, and the thread that saves it."""
     answering: bool = False
-    """Its request has not ended."""
+    """True until its request has ended."""
 
 
 class Slots:
@@ -93,8 +93,8 @@ class Slots:
                 self._changed.wait(self._saved_s if patient else None)
 
     def leave(self, slot: Slot, tokens: Tokens, owner: Owner) -> bool:
-        """Note the tokens that the slot's request has left in it. False, and nothing is believed to
-        be in it, if a request of another owner may have used it meanwhile."""
+        """Record the tokens that the slot's request has left in it. False, and the slot counts as
+        empty, if a request of another owner may have used it meanwhile."""
         with self._changed:
             own = slot.owner == owner
             slot.tokens = tokens if own else tokens[:0]
@@ -102,8 +102,8 @@ class Slots:
             return own
 
     def disturb(self, owner: Owner | None) -> None:
-        """The server chooses the slot of a request of `owner` (None: not known). It may be any, so
-        the content of other owners' slots is not known any more."""
+        """Forget the content of other owners' slots: the server chooses the slot of a request of
+        `owner` (None: not known), and it may be any of them."""
         with self._changed:
             for slot in self._slots:
                 if slot.owner != owner:

@@ -67,7 +67,7 @@ class HiCacheSettings:
     """The linker loads only pages that are expected to arrive sooner than they are computed."""
 
     audit: AuditConfig = field(default_factory=AuditConfig)
-    """Which hits are computed again and compared: docs/audit.md."""
+    """The hits that are computed again and compared; see docs/audit.md."""
 
     load_timeout: Seconds = 5.0
     """Pages that have not arrived by then are computed."""

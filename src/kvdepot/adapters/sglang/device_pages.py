@@ -53,7 +53,7 @@ class DevicePages(PoolPages):
         self._mover = mover
         self._tensors = tuple(entry.kv_buffer)
         self._runs = _runs(entry)
-        """By layer, as SGLang counts them for loads. Layers without a part in this pool lack."""
+        """Runs by layer, as SGLang numbers layers for loads, without layers not in this pool."""
         self._whole = _join([run for runs in self._runs.values() for run in runs])
         self.page_bytes = self._whole[-1].stop
 
@@ -63,7 +63,7 @@ class DevicePages(PoolPages):
             for component in self._entry.components
             for buffer in component
         ]
-        # Layers of drafts lie beside those of the model: the mapping is a part of the order.
+        # The pool has layers of draft models too, so the mapping is a part of the order.
         layers = sorted((layer, str(at)) for layer, at in self._entry.layer_mapping.items())
         pool = self._entry.device_pool
         return {

@@ -53,7 +53,7 @@ class PageIdentity:
     shard: tuple[int, int]
     extra: tuple[tuple[str, str], ...]
     producer: str = "SGLang"
-    """The program that computes the pages, for people."""
+    """The program that computes the pages, for display."""
 
     def known_weights(self, settings: HiCacheSettings) -> str:
         """The name of the weights; empty while their files are being read. Does not block."""

@@ -429,7 +429,7 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     @contextmanager
     def _own_stream(self, events: Sequence[Any]) -> Iterator[None]:
-        """On CUDA another stream than the engine's is current, and continues after `events`."""
+        """A scope with a separate current CUDA stream, which continues after `events`."""
         if self._device.type != "cuda":
             yield
             return

@@ -60,8 +60,8 @@ class LoadDecider:
             {tier: starting_profile(tier, drives.get(tier), None) for tier in TIER_NAMES},
         )
         self._begun: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        """By the first page that a request lacks: the request, and the time of its last lookup.
-        Several requests that lack the same page have no name: their times are not known."""
+        """Request and time of its last lookup, by the first page that the request lacks. The
+        request is empty if several lack that page, because their times are not known."""
         self._awaited: OrderedDict[str, AwaitedLoad] = OrderedDict()
 
     def pages_worth(self, rid: str, tiers: Sequence[str], lacking: int) -> tuple[int, Probe | None]:

@@ -43,10 +43,10 @@ _OFFLOAD_LOOK_S: Final = 500e-6
 """The engine does not wait for an offload, and each look takes the interpreter lock from it."""
 BUFFERS: Final = 3
 _STREAM_PRIORITY: Final = -1
-"""Before the model's stream: the kernels are short, and the bus idles until they have run.
+"""Higher than the model's stream, because the kernels are short and the bus waits for them.
 
-Kernels beside the engine's stream, of any priority, leave an H200 with decode steps 3.5 % longer
-until another process has used the device; rectangles do not.
+Kernels concurrent with the engine's stream, of any priority, make decode steps on an H200 3.5 %
+longer until another process has used the device; rectangles do not.
 """
 _TO_DEVICE: Final = 1
 _TO_HOST: Final = 2

@@ -23,14 +23,14 @@ from kvdepot.errors import ConfigError
 Rectangles = npt.NDArray[np.void]
 
 COPY_BYTES_MIN: Final = 8 << 20
-"""For a smaller copy the start costs noticeably more than its bytes: 3 µs on an H200."""
+"""The start of a copy takes 3 µs on an H200, which matters for smaller copies."""
 TILE_BYTES: Final = 8192
 """128 threads, four loads of 16 bytes each."""
 ROW_BYTES_MIN: Final = 64 << 10
 """Shorter rows of a rectangle waste the bus. On an H200: 51 GB/s with 64 KiB, 44 with 32 KiB, 35
 with 16 KiB; 53 through staging buffers, 55 in one piece."""
 RECTANGLE_BYTES_MIN: Final = 512 << 10
-"""To start a copy takes the processor 9 µs: as long as the bus needs for these bytes."""
+"""The processor starts a copy in 9 µs, the time of the bus for these bytes."""
 PITCH_MAX: Final = (1 << 31) - 1
 """The limit of an H200. With a larger pitch it copies row by row: 17 GB/s."""
 _ALIGN_MAX: Final = 16

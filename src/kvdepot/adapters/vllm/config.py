@@ -26,7 +26,7 @@ SETTING: Final = "kv_connector_extra_config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepotSettings:
-    """A depot that vLLM uses, and the name of what is stored there."""
+    """A depot that vLLM uses, and the names of the blocks in it."""
 
     STORE_SETTINGS: ClassVar[tuple[str, ...]] = ()
     """Further settings of the store itself."""
@@ -47,7 +47,7 @@ class DepotSettings:
     model: str = ""
     """The model's name in the depot, by default the one that vLLM was given."""
     revision: str = ""
-    """A name of the weights, if vLLM cannot tell them apart by itself."""
+    """A name for the weights, if vLLM does not show which weights it has loaded."""
     weights: Path = Path("~/.cache/kvdepot/weights")
     """The file that keeps digests of weight files, by inode and times: each is read once."""
     load_threads: int = 4
@@ -82,10 +82,10 @@ class ConnectorConfig(DepotSettings):
     cxl: CxlConfig | None = None
     """A tier of slower memory, below the memory tier."""
     nats: NatsConfig | None = None
-    """The server over which depots send each other news of blocks, and hints."""
+    """The NATS server through which depots exchange hints and news of blocks."""
     socket: Path | None = None
-    """Use the daemon on this socket, or start one there. By default vLLM in one process keeps the
-    depot in that process, and otherwise the socket's place follows from the depot's."""
+    """Use the daemon on this socket, or start one there. Default: no daemon if vLLM is one process;
+    otherwise a socket named after the depot's drives."""
     daemon: Literal["auto", "never"] = "auto"
     """Start a daemon if none answers, or never."""
     daemon_user: str = ""
@@ -98,12 +98,12 @@ class ConnectorConfig(DepotSettings):
     save: Literal["all", "prompt", "none"] = "all"
     """Save prompts and answers, prompts only, or nothing."""
     decide: bool = True
-    """Fetch only what is expected to be faster than computing it, by measured speeds. False: fetch
-    everything that is found."""
+    """Fetch blocks only if measured speeds predict that this is faster than computing them. False:
+    fetch all blocks that are found."""
     speeds: Path = Path("~/.cache/kvdepot/speeds")
     """The folder that keeps measured speeds for the next start on this machine."""
     audit: AuditConfig = field(default_factory=AuditConfig)
-    """Which hits are computed again and compared: docs/audit.md."""
+    """The hits that are computed again and compared; see docs/audit.md."""
     wait: Seconds = 0.0
     """A request waits this long for blocks of its prompt that another machine is about to commit,
     for a server that decodes what others prefill, of models with full attention. 0: not at all."""
@@ -121,5 +121,5 @@ class ConnectorConfig(DepotSettings):
 
 
 def read(extra: Mapping[str, Any]) -> ConnectorConfig:
-    """The settings in `extra`. A ConfigError names the setting and what is wrong with it."""
+    """The settings in `extra`. A ConfigError names the setting and the mistake."""
     return load_settings(ConnectorConfig, extra, SETTING)

@@ -52,18 +52,18 @@ ScheduledStep = Sequence[tuple[TrackedRequest, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class LoadUnderWay:
-    """A load, as it was when it began."""
+class StartedLoad:
+    """The state of a load at its start."""
 
     blocks_by_tier: Counter[str]
     outstanding_bytes: dict[str, int]
-    """By tier: bytes of the loads that began before."""
+    """Bytes of the loads that began before, by tier."""
     cold: frozenset[str]
     """Tiers of which no load had ended."""
     until_s: float = 0.0
-    """When it is expected to end."""
+    """The expected time of its end."""
     backoff_s: float = 0.0
-    """Seconds of prefill that are left then."""
+    """Seconds of prefill that remain then."""
 
 
 class FetchDecider:
@@ -96,12 +96,12 @@ class FetchDecider:
             },
             prefill=speeds.prefill,
         )
-        self._loading: dict[str, LoadUnderWay] = {}
+        self._loading: dict[str, StartedLoad] = {}
         self._cold = set(TIER_NAMES)
         """Tiers of which no load of this process has ended."""
         self._outstanding = dict.fromkeys(TIER_NAMES, 0)
         self._busy_until_s = 0.0
-        """When the steps that the engine was given are expected to end."""
+        """The expected end of the steps that the engine was given."""
         self.probes: list[tuple[TrackedRequest, int, int]] = []
         """Blocks to be read only to measure a tier: the request, the first block, and the block
         after the last. The scheduler takes them."""
@@ -141,7 +141,7 @@ class FetchDecider:
     def _company(
         self, tracked: TrackedRequest, others: Sequence[TrackedRequest], answered: int
     ) -> Company:
-        """The loads under way, and the requests that wait behind this one."""
+        """The loads in progress, and the requests that wait behind this one."""
         now_s = self._clock()
         loads = [
             FetchingPrompt(max(0.0, load.until_s - now_s), load.backoff_s)
@@ -182,7 +182,7 @@ class FetchDecider:
         until_s = self._clock() + decision.fetch_s if decision is not None else 0.0
         backoff_s = decision.backoff_s if decision is not None else 0.0
         before, cold = dict(self._outstanding), frozenset(self._cold)
-        self._loading[name] = LoadUnderWay(blocks_by_tier, before, cold, until_s, backoff_s)
+        self._loading[name] = StartedLoad(blocks_by_tier, before, cold, until_s, backoff_s)
         for tier, blocks in blocks_by_tier.items():
             self._outstanding[tier] += blocks * self._block_bytes
 
@@ -292,7 +292,7 @@ def step_work(step: ScheduledStep) -> tuple[int, float, bool]:
 
 @dataclass(frozen=True, slots=True)
 class LearnedSpeeds:
-    """Speeds of an engine and its tiers, as far as they are known. There is one file for each
+    """The known speeds of an engine and its tiers. There is one file for each
     namespace; a file that cannot be read or written counts as no file."""
 
     prefill: PrefillPace | None = None

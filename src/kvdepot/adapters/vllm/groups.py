@@ -1,4 +1,4 @@
-"""vLLM's KV groups: what a prompt needs of each group to go on from a boundary.
+"""vLLM's KV groups: the blocks of each group that a prompt needs to continue from a boundary.
 
 Full attention needs all blocks before the boundary, a sliding window or a chunk of local attention
 the last ones, a state-space or linear-attention layer the state at the boundary. Layers of one
@@ -21,7 +21,7 @@ _KINDS: Final[dict[str, GroupKind]] = {
     "ChunkedLocalAttentionSpec": "chunk",
     "MambaSpec": "state",
 }
-"""By the vLLM class that a group's spec is derived from."""
+"""Kinds of groups, by the vLLM class that their spec is derived from."""
 _REFUSED: Final = ("RSWASpec", "HiddenStateCacheSpec", "CircularBufferSpec")
 """Derived from the classes above, with pages that follow other rules."""
 _IGNORED: Final = ("EncoderOnlyAttentionSpec",)
@@ -46,7 +46,7 @@ class GroupRule:
     """vLLM names the pages of states, at the boundaries that have any."""
 
     def first_token(self, stop: int) -> int:
-        """The first token whose KV is needed to go on from the token `stop`."""
+        """The first token whose KV is needed to continue from the token `stop`."""
         if self.kind == "window":
             return max(0, stop - self.span_tokens + 1 - self.kept_tokens)
         if self.kind == "chunk":
@@ -84,7 +84,7 @@ class KVGroups:
         return [group for group, rule in enumerate(self.rules) if rule.kind != "full"]
 
     def span(self, group: int, start_token: int, stop: int) -> tuple[int, int]:
-        """The blocks of a group that a request needs to go on from its block `stop`, if it has
+        """The blocks of a group that a request needs to continue from its block `stop`, if it has
         everything before `start_token`."""
         rule, end = self.rules[group], stop * self.grain
         size = rule.block_tokens(self.grain)

@@ -106,7 +106,7 @@ def shard_facts(
 
 
 def producer_of(facts: ShardFacts) -> str:
-    """A description of what computes the blocks, for people."""
+    """A description of the program that computes the blocks, for display."""
     extra = dict(facts.groups[0].extra)
     weights = facts.weights.name or facts.weights.folder
     parts = (
@@ -147,7 +147,7 @@ def weights_of(engine: Any, revision: str, setting: str) -> WeightsSource:
         raise ConfigError(
             f"{setting}.revision",
             f"missing: vLLM does not report which weights of {model.model} it has loaded",
-            hint='set it to a name of the weights, such as "2026-11-01"',
+            hint='set it to a name for the weights, such as "2026-11-01"',
         )
     return WeightsSource(f"commit {commit}")
 

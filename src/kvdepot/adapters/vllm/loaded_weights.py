@@ -136,11 +136,11 @@ class WatchedWeights:
         self.name: str | None = ""
         """Empty: the weights of the start. None: it is not known, as during an update."""
         self.in_question = False
-        """A call may have changed them since `settle`."""
+        """True if a call may have changed them since `settle`."""
         self.cache_used = False
-        """vLLM's own cache may have KV that these weights have computed. The user sets it."""
+        """True if vLLM's own cache may have KV of these weights. Set by the user of this class."""
         self.cache_stale = False
-        """vLLM's own cache may have KV that other weights have computed."""
+        """True if vLLM's own cache may have KV of other weights."""
         self._start: str | None = None
         self._updating = False
         self._executor: Any = None
@@ -199,7 +199,7 @@ class WatchedWeights:
         return True
 
     def cache_was_emptied(self) -> None:
-        """vLLM has nothing left in its own cache."""
+        """Record that vLLM's own cache is empty."""
         self.cache_used = self.cache_stale = False
 
     def _digest(self) -> str:

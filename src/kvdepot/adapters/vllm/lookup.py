@@ -1,4 +1,4 @@
-"""The longest prefix of a prompt that the depot has and from which all KV groups can go on."""
+"""The longest prefix of a prompt in the depot from which all KV groups can continue."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -46,7 +46,7 @@ class PrefixLookup:
         return hit
 
     def last_boundary(self, keys: RequestKeys, local_tokens: int, stop: int) -> int:
-        """The last block up to `stop` from whose beginning windows and states can go on."""
+        """The last block up to `stop` from whose start windows and states can continue."""
         return self._boundary(keys, local_tokens, stop)[0]
 
     def _hit(
@@ -96,7 +96,7 @@ class PrefixLookup:
     def _resident(
         self, keys: RequestKeys, groups: Sequence[int], first: int, stop: int
     ) -> tuple[str, ...]:
-        """For each block from `first` on that all shards of these groups have: its slowest tier."""
+        """The slowest tier of each block from `first` on that all shards of these groups have."""
         lists = [shard for group in groups for shard in keys.of(group, first, stop) if shard]
         try:
             matches = [self._store.match(shard).tiers for shard in lists]

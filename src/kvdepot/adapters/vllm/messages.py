@@ -15,7 +15,7 @@ from kvdepot.core.layout import KVLayout
 DRIVES: Final = frozenset({"ssd", "hdd"})
 """Tiers on which several loads at a time are no faster than one after the other."""
 ShardKeys = tuple[tuple[BlockKey, ...], ...]
-"""For each shard of each pipeline stage the keys of the same blocks."""
+"""The keys of the same blocks, for each shard of each pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,12 @@ class LoadJob:
     groups: tuple[GroupBlocks, ...]
     timeout_s: float = 0.0
     recompute_s: float = 0.0
-    """Blocks that are late then are waited for if they are expected within this time: the time to
-    compute all of them."""
+    """The time to compute all blocks. At the deadline, late blocks are waited for if they are
+    expected within this time."""
     whole: bool = False
-    """If one block fails, the others are of no use: vLLM cannot go on without it."""
+    """True if the load is useless as soon as one block fails."""
     next_queued: bool = False
-    """It reads from drives, and begins after the loads from drives that were planned before."""
+    """True if the job reads from drives; it begins after the earlier jobs that do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class StepPlan:
     generation: Generation = START
     """The generation of the step. Loads of another one that end in this step have failed."""
     preempted: bool = False
-    """Pages were taken from requests that go on later. The step may write to these pages."""
+    """True if pages were taken from requests that continue later. The step may write to them."""
     new_tokens: int = 0
     """Tokens of a step whose time is measured. 0: the step is not measured."""
     attention: float = 0.0
@@ -144,7 +144,7 @@ class StepReport:
 
     loads: list[LoadEnd] = field(default_factory=list)
     unsaved: dict[str, int] = field(default_factory=dict)
-    """By request: the first block that found no room in the depot."""
+    """The first block without room in the depot, by request."""
     steps: list[StepTime] = field(default_factory=list)
     adapters: dict[int, str] = field(default_factory=dict)
     """Digests of the LoRAs that vLLM has loaded, by its number. Empty if the workers differ."""

@@ -27,7 +27,7 @@ class EngineNamespaces:
         self._config = config
         self._store = store
         self.workers: list[ShardFacts] = []
-        """In the order of their places. Empty before `set_workers`."""
+        """Facts of the workers, in the order of their places. Empty before `set_workers`."""
         self.groups = KVGroups()
         self.adapters: dict[int, str] = {}
         """Digests of the LoRAs that the workers have loaded, by vLLM's number."""
@@ -69,9 +69,9 @@ class EngineNamespaces:
         }
 
     def spaces(self, origin: BlockOrigin) -> list[list[NamespaceHandle]]:
-        """For each group the namespaces of its shards, in all pipeline stages. ModelError while the
+        """The namespaces of the shards of each group, in all pipeline stages. ModelError while the
         weights are not known. Namespaces of other numbers of shards are not registered: the depot
-        knows them, or has nothing of them."""
+        knows them, or has none of their blocks."""
         if origin not in self._spaces:
             workers = [each for each in self.workers if not origin.shards or not each.place.rank]
             by_worker = [namespaces(each, self._config, origin) for each in workers]
@@ -91,8 +91,8 @@ class EngineNamespaces:
 def namespaces(
     facts: ShardFacts, config: ConnectorConfig, origin: BlockOrigin
 ) -> list[list[Namespace]]:
-    """For each group the namespaces of a worker's blocks: its own, or those of all shards if
-    `origin` has another number of them. ModelError while the weights are not known."""
+    """The namespaces of a worker's blocks by group: its own, or those of all shards if `origin` has
+    another number of shards. ModelError while the weights are not known."""
     weights = known_weights(facts, config, origin.generation)
     if not weights:
         sources = (facts.weights, facts.draft_weights)

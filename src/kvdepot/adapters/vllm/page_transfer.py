@@ -75,7 +75,7 @@ class BlockTarget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueuedLoad:
-    """A load, from when it was asked for."""
+    """A requested load."""
 
     job: LoadJob
     targets: Sequence[BlockTarget]
@@ -127,8 +127,8 @@ class FinishedLoad:
 
 
 class Loader:
-    """Loads under way. `submit` and `take` belong to the engine's thread. Loads from drives begin
-    in order, in threads of their own: loads from memory do not wait for them."""
+    """Loads in progress. `submit` and `take` belong to the engine's thread. Loads from drives begin
+    in order, in separate threads, so that loads from memory do not wait for them."""
 
     def __init__(
         self, store: Depot, caches: Sequence[PagedCache], counts: Counts, threads: int
@@ -195,7 +195,7 @@ class Loader:
             self._ended.put(finished)
 
     def take(self, wait_s: float = 0.0) -> list[FinishedLoad]:
-        """The loads that have ended. Waits up to `wait_s` for the first, if any are under way."""
+        """The loads that have ended. Waits up to `wait_s` for the first, if any is in progress."""
         ended: list[FinishedLoad] = []
         if self._waiting:
             self._give_up_overdue()
@@ -231,8 +231,8 @@ class Loader:
         self._drive_threads.shutdown()
 
     def _load_in_turn(self, load: QueuedLoad) -> FinishedLoad | None:
-        """Load from drives, once the loads before it have begun and not too much is under way. None
-        if it was given up before."""
+        """Load from drives, once the loads before it have begun and fewer than _DRIVE_LOAD_BYTES
+        are being loaded. None if it was given up before."""
         nbytes = sum(target.cache.facts.layout.block_bytes for target in load.targets)
 
         def is_settled() -> bool:
@@ -283,8 +283,8 @@ class Loader:
                 settle(wait=True)
 
         def times() -> list[TierTime]:
-            """By tier the blocks that came from it, and the time until the last one came, which for
-            drives includes the time that the load waited before it began."""
+            """The blocks from each tier and the time until the last one, which for drives includes
+            the wait before the load began."""
             came: defaultdict[str, list[int]] = defaultdict(list)
             for index, answer in enumerate(answers):
                 if answer.tier is not None:
@@ -318,8 +318,8 @@ class Loader:
         return FinishedLoad.of(load, answers, seconds, times(), learnt)
 
     def _go_on_after(self, mark: Any) -> None:
-        """Give this thread a CUDA stream of its own, which goes on after `mark`: the engine's
-        stream would put loads behind steps that have nothing to do with them."""
+        """Give this thread a separate CUDA stream, which continues after `mark`: on the engine's
+        stream, loads would wait for unrelated steps."""
         if not hasattr(self._thread_local, "stream"):
             torch.cuda.set_device(self._device)
             self._thread_local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -362,7 +362,7 @@ def _copy(arrivals: Sequence[tuple[BlockTarget, memoryview]]) -> list[OnboardTic
 
 @dataclass(frozen=True, slots=True)
 class StartedSave:
-    """A save whose slots are reserved and whose copies are under way, if there are any."""
+    """A save whose slots are reserved and whose copies, if any, have started."""
 
     unsaved: int | None = None
     """The first block of the group that found no room."""
@@ -375,7 +375,7 @@ class StartedSave:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Save:
-    """A save, from when it was asked for."""
+    """A requested save."""
 
     job: SaveJob
     started: "Future[StartedSave]"
@@ -384,9 +384,9 @@ class Save:
 
 
 class Saver:
-    """Saves and audits under way. The methods without an underscore belong to the engine's thread.
-    A thread finds room for the blocks. On a device that takes tens of milliseconds, in which the
-    engine goes on; on a processor a save has read its pages when `save` returns."""
+    """Saves and audits in progress. The public methods belong to the engine's thread. On a device,
+    a thread reserves slots, which takes tens of milliseconds, while the engine continues; on a
+    processor a save has read its pages when `save` returns."""
 
     def __init__(
         self,

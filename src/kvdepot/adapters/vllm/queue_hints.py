@@ -21,12 +21,12 @@ from kvdepot.errors import KVDepotError
 SESSION: Final = "kvdepot_session"
 STATE: Final = "kvdepot_state"
 _REQUESTS_PER_STEP: Final = 4
-"""Requests that are hinted at between two steps: the next step must not wait for a long queue."""
+"""Requests that get hints between two steps: the next step must not wait for a long queue."""
 _HINTED_MAX: Final = 32
-"""Requests with hints under way. Requests behind them wait long enough to be hinted at later."""
+"""Requests with active hints. Requests behind them wait long enough to get hints later."""
 _SALT_BYTES: Final = 8
 _SUPERSEDED: Final = "kvdepot: superseded"
-"""The name of a closed session of the windows and states from which nothing goes on."""
+"""The name of a closed session for windows and states that no request will continue from."""
 _SLOW_TIERS: Final = frozenset({"hdd", "object"})
 """Blocks in a faster tier load soon enough without a hint."""
 SessionUpdate = tuple[str, str, list[BlockKey]]
@@ -108,13 +108,13 @@ class QueueHints:
             self.begun(name)
 
     def _prompt_keys(self, tracked: TrackedRequest) -> tuple[tuple[BlockKey, ...], ...]:
-        """For each shard the keys of all whole blocks of the first group."""
+        """The keys of all whole blocks of the first group, by shard."""
         keys, tokens = tracked.keys, tracked.request.num_tokens
         keys.grow(tokens // keys.groups.grain)
         return keys.of(0, 0, tokens // keys.block_tokens(0))
 
     def _hint(self, tracked: TrackedRequest) -> list[PrefetchHint]:
-        """The hints for a request that are under way."""
+        """The active hints for a request."""
         hints = []
         try:
             for keys in self._prompt_keys(tracked):

@@ -1,7 +1,7 @@
-"""vLLM's releases: what is needed of vLLM's interface, and where releases differ.
+"""vLLM's releases: the parts of vLLM's interface that are used, and the differences of releases.
 
-No other file knows of a release. Supported are those that `./dev e2e --release` runs. Any other
-release is served if it has all that is needed, else it is refused before anything starts.
+No other file depends on a release. `./dev e2e --release` runs the supported ones. Any other release
+is served if it has all the parts, else it is refused before anything starts.
 """
 
 import inspect
@@ -96,7 +96,7 @@ def refuse_without(lacking: Sequence[str], modules: Modules = import_module) -> 
     error = ConfigError(
         f"vllm {version_of(modules)}",
         f"cannot be served: it lacks {shown}",
-        hint=f"supported are vllm {', '.join(SUPPORTED)}",
+        hint=f"use vllm {', '.join(SUPPORTED)}",
     )
     _logger.log(logging.ERROR, "kvdepot: %s; hint: %s", error, error.hint)
     raise error

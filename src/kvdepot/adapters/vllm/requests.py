@@ -80,7 +80,7 @@ class RequestKeys:
         return self.groups.rules[group].block_tokens(self.groups.grain)
 
     def of(self, group: int, start: int, stop: int) -> ShardKeys:
-        """For each shard the keys of the group's blocks start <= i < stop."""
+        """The keys of the group's blocks start <= i < stop, by shard."""
         chains = [keys[start:stop] for keys in self._keys[group]]
         if self.groups.rules[group].kind != "full":  # its blocks are of use without those before
             return tuple(tuple(map(without_link, keys)) for keys in chains)
@@ -97,8 +97,8 @@ class RequestKeys:
 
 
 def _marks(request: EngineRequest, block_tokens: int) -> dict[int, bytes]:
-    """By block what its key depends on besides tokens: the salt, and which multimodal inputs reach
-    into the block and where they begin."""
+    """The facts that a key depends on besides tokens, by block: the salt, and the multimodal inputs
+    that reach into the block, with their starts."""
     marks = {0: encode(("salt", request.cache_salt))} if request.cache_salt else {}
     for feature in request.mm_features:
         place = feature.mm_position
@@ -126,7 +126,7 @@ class DepotHit:
     first_block: int
     """The first block that vLLM lacks, or has only a part of."""
     tiers: tuple[str, ...]
-    """For each block from `first_block` on the slowest tier among its shards and groups."""
+    """The slowest tier among shards and groups, for each block from `first_block` on."""
     shards: int = 0
     """The number of shards that saved the blocks. 0: as many as in this engine."""
 
@@ -179,7 +179,7 @@ class TrackedRequest:
         self.awaits_until_s = 0.0
         """The request waits until then for blocks that another machine commits. 0: it does not."""
         self.next_look_s = 0.0
-        """When to look for these blocks again."""
+        """The time of the next lookup of these blocks."""
         self._loaded = 0
         """Leading blocks that need not be saved when the load has ended. 0: blocks before the load
         are missing in the depot."""
@@ -240,7 +240,7 @@ class RequestSaves:
         """Leading blocks of full attention that need not be saved: they are in the depot's memory,
         or were given to it, or come from vLLM or the depot and were not computed."""
         self.given: list[set[int]] = [set() for _ in self._groups.rules]
-        """For each other group the blocks that the depot has, or was given."""
+        """The blocks that the depot has or was given, for each other group."""
         self.made: list[set[int]] = [set() for _ in self._groups.rules]
         """The blocks among `given` that were saved, not loaded."""
         self.checkpoint = 0
@@ -253,7 +253,7 @@ class RequestSaves:
         self.audited: int | None = None
         """The block that is computed though the depot has it."""
         self.planned = False
-        """At least one save was planned."""
+        """True after the first planned save."""
 
     def found(self, hit: DepotHit, leading: Match, shared: int) -> None:
         """The depot has a hit, the leading blocks of full attention `leading`, and `shared` blocks
@@ -275,8 +275,8 @@ class RequestSaves:
             self.made[group] -= lost
 
     def superseded(self) -> list[BlockKey]:
-        """Windows and states inside the answer from which nothing goes on, now that it has ended:
-        the next turn goes on from its end, and the same prompt from the end of the prompt."""
+        """Windows and states inside the answer that no request will continue from, now that it has
+        ended: the next turn continues from its end, the same prompt from the prompt's end."""
         keys, others = self._keys, self._groups.others
         ends = [(max(self.made[each], default=-1) + 1) * keys.block_tokens(each) for each in others]
         last = min(ends, default=0) // self._groups.grain
@@ -295,8 +295,8 @@ class RequestSaves:
         """Jobs for the blocks that are complete and not in the depot; none if this was called for
         as many blocks before.
 
-        Of full attention these are all blocks; of the other groups those that are needed to go on
-        from certain boundaries. `states`: the states that vLLM hands over after this step.
+        All blocks of full attention; of other groups those that are needed to continue from certain
+        boundaries. `states`: the states that vLLM hands over after this step.
         """
         if complete <= self.offered:
             return []

@@ -274,7 +274,7 @@ class ConnectorScheduler:
         return +counts
 
     def _settle(self) -> None:
-        """Before vLLM computes: begin a generation if it has loaded other weights."""
+        """Begin a new generation if vLLM has loaded other weights; call before it computes."""
         weights = self.weights
         if not (weights.in_question and weights.settle()):
             return

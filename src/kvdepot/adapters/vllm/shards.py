@@ -18,7 +18,7 @@ from kvdepot.adapters.tensors import KVTensors
 _PACKED_AXES: Final = 4
 """A layer's cache as pages, heads, tokens, K and V."""
 _SPLIT_AXES: Final = 5
-"""As pages, K and V, tokens, heads, elements."""
+"""A layer's cache as pages, K and V, tokens, heads, elements."""
 _TOKENS: Final = 2
 """The axis of tokens, in both."""
 

@@ -37,8 +37,8 @@ START_S: Final = 120.0
 _LOOK_S: Final = 0.05
 _SHOWN_BYTES: Final = 2000
 _PINNING: Final = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
-"""On a CPU vLLM sets one of these and preloads OpenMP, which pins every process that it is loaded
-into: a daemon with them would wait for the core on which the engine computes."""
+"""Variables that are removed for a daemon. On a CPU, vLLM sets one of them and preloads OpenMP,
+which pins each process: the daemon would wait for a core on which the engine computes."""
 
 _lock = threading.Lock()
 _open: dict[str, Depot] = {}

@@ -41,7 +41,7 @@ class WeightsDigest:
 
     @property
     def reason(self) -> str:
-        """Why there is no digest; empty if there is one."""
+        """The reason why there is no digest; empty if there is one."""
         if not self._result.done():
             return "the weights are still being read"
         return str(self._result.exception() or "")
@@ -57,7 +57,7 @@ class WeightsDigest:
         except (OSError, ModelError) as error:
             _logger.warning(
                 "kvdepot: nothing of this model is served or saved: %s; hint: set `revision` in "
-                "kv_connector_extra_config to a name of the weights",
+                "kv_connector_extra_config to a name for the weights",
                 error,
             )
             self._result.set_exception(error)
@@ -85,7 +85,7 @@ class WeightsSource:
         return self.name or digest_of(Path(self.folder), memo.expanduser()).known()
 
     def reason(self, memo: Path) -> str:
-        """Why the name is not known; empty if it is."""
+        """The reason why the name is not known; empty if it is."""
         return "" if self.name else digest_of(Path(self.folder), memo.expanduser()).reason
 
 

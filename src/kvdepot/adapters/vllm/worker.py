@@ -53,7 +53,7 @@ class FinishedTransfers:
     received: set[str] = field(default_factory=set)
     """Their loads have ended."""
     failed: set[str] = field(default_factory=set)
-    """The requests among `received` that have nothing of their loads."""
+    """The requests among `received` whose loads failed entirely."""
 
 
 class ConnectorWorker:
@@ -78,7 +78,7 @@ class ConnectorWorker:
         groups = _served_groups(engine, cache, caches, place)
         self.facts = facts = shard_facts(engine, cache, groups, config, place)
         self._tags: dict[BlockOrigin, list[list[bytes]]] = {}
-        """By origin and group the tags of the namespaces in use."""
+        """Tags of the namespaces in use, by origin and group."""
         if known_weights(facts, config):
             self._register(BlockOrigin())
         device = groups[0][1].device
@@ -98,14 +98,14 @@ class ConnectorWorker:
         self._report = StepReport()
 
     def preempt(self, plan: StepPlan) -> None:
-        """Before anything of the step: it may write to pages that vLLM has taken back. vLLM waits
-        for `awaited` pages itself, but not for those of preempted requests, nor for those that fell
-        out of a window or hold an earlier state."""
+        """Order saves before the step, which may write to pages that vLLM has taken back; call
+        first. vLLM waits for `awaited` pages itself, but not for those of preempted requests, nor
+        for those that fell out of a window or hold an earlier state."""
         if plan.preempted or self._drops_pages:
             self.saver.order_stream_after_reads()
 
     def begin(self, plan: StepPlan) -> None:
-        """Before the step's computation: start its loads and probes, which go on during it."""
+        """Start the loads and probes of the step; call before its computation."""
         if plan.loads:
             self.loader.start_after_stream()
         for job in (*plan.loads, *plan.probes):
@@ -117,7 +117,7 @@ class ConnectorWorker:
             self._timer.start()
 
     def save(self, plan: StepPlan) -> None:
-        """After the step's computation: its complete blocks go to the depot."""
+        """Save the complete blocks of the step; call after its computation."""
         if self._timer is not None:
             self._timer.stop(plan.new_tokens, plan.attention)
             self._report.steps += self._timer.take()
@@ -172,7 +172,7 @@ class ConnectorWorker:
         return report or None
 
     def close(self) -> None:
-        """Wait for what is under way, and release the depot's memory."""
+        """Wait for transfers in progress, and release the depot's memory."""
         self.loader.close()
         self.saver.close()
         self.mover.close()

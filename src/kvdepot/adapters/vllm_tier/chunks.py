@@ -1,4 +1,4 @@
-"""vLLM's chunks in a depot: their keys, and the transfers under way.
+"""vLLM's chunks in a depot: their keys, and the transfers in progress.
 
 vLLM names a chunk by a hash of all tokens up to its end, and by its KV group. A request says where
 each of its chunks ends, so the chunk before it is known: its key is the parent's, and when room is
@@ -22,7 +22,7 @@ from kvdepot.depot import Depot
 from kvdepot.errors import KVDepotError
 
 GROUP_BYTES: Final = 4
-"""At the end of vLLM's key: the number of the KV group, big-endian."""
+"""Bytes at the end of vLLM's key with the number of the KV group, big-endian."""
 
 
 def group_of(chunk: bytes) -> int:
@@ -81,7 +81,7 @@ class FinishedJob:
 
 
 class ChunkTransfers:
-    """Stores and loads under way. All calls belong to the scheduler's thread."""
+    """Stores and loads in progress. All calls belong to the scheduler's thread."""
 
     def __init__(self, depot: Depot, load_timeout_s: float, threads: int) -> None:
         self._depot = depot
@@ -135,7 +135,7 @@ class ChunkTransfers:
 
 
 def leading(chunks: Sequence[bytes], answers: Sequence[Any]) -> list[bytes]:
-    """The chunks of each group before its first failure: those after it are of no use."""
+    """The chunks of each group before its first failure; those after it cannot be used."""
     failed: set[int] = set()
     good = []
     for chunk, answer in zip_longest(chunks, answers):

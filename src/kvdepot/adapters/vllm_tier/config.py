@@ -23,10 +23,10 @@ class TierSettings(DepotSettings):
     writeback: WritebackConfig = field(default_factory=lambda: WritebackConfig(prefault=True))
     """Settings of the writes from memory to drives. `prefault`: no load has to touch new memory."""
     adapters: str = ""
-    """A name of the content of all LoRAs together; needed if vLLM serves LoRAs."""
+    """A name for the content of all LoRAs together; needed if vLLM serves LoRAs."""
     policy: Literal["chunk", "request"] = "chunk"
-    """vLLM offers chunks as they are computed, or all chunks of each request, also those that
-    its CPU tier has."""
+    """chunk: vLLM offers each chunk once computed. request: vLLM offers all chunks of each request,
+    also those that its CPU tier has."""
     enable_kv_events: bool = False
     """Announce stored chunks in vLLM's KV events."""
     locality: Literal["", "LOCAL", "REMOTE"] = ""
@@ -45,7 +45,7 @@ class TierSettings(DepotSettings):
 
 
 def read(settings: Mapping[str, Any]) -> TierSettings:
-    """The settings of one tier. A ConfigError names the setting and what is wrong with it."""
+    """The settings of one tier. A ConfigError names the setting and the mistake."""
     given = {name: value for name, value in settings.items() if value is not None}
     # Every chunk is in vLLM's CPU tier too, so a second copy in memory would only cost time before
     # or during the first load. Blocks below the first tier are promoted to that tier.

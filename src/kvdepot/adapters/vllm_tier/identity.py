@@ -35,12 +35,12 @@ class TierIdentity:
     """A digest of the model's configuration."""
     weights: WeightsSource
     groups: tuple[tuple[int, int, str], ...]
-    """For each KV group its number, the tokens of a chunk, and a digest of its layers."""
+    """The number, the tokens of a chunk, and a digest of the layers of each KV group."""
     chunk_bytes: int
     extra: tuple[tuple[str, str], ...]
 
     def namespaces(self, settings: TierSettings, weights: str) -> dict[int, Namespace]:
-        """By group; `weights` is the name of the weights that are loaded."""
+        """Namespaces by group; `weights` is the name of the loaded weights."""
         return {
             group: Namespace(
                 model=self.model,
@@ -101,7 +101,7 @@ def identify(
         raise ConfigError(
             f"{SETTING}.revision",
             "missing: vLLM's configuration cannot be found, so nothing names the weights",
-            hint='set it to a name of the model, its weights and settings, such as "2026-11-01"',
+            hint='set it to a name for the model, its weights and settings, such as "2026-11-01"',
         )
     size = config.cache.blocks_per_chunk
     groups = [
@@ -129,7 +129,7 @@ def _check(engine: Any, settings: TierSettings) -> None:
         raise ConfigError(
             f"{SETTING}.adapters",
             "missing: vLLM names the chunks of a LoRA by the LoRA's name, not by its content",
-            hint='set it to a name of all LoRAs, such as "2026-11-01", or use KVDepotConnector',
+            hint='set it to a name for all LoRAs, such as "2026-11-01", or use KVDepotConnector',
         )
     algorithm = str(getattr(engine.cache_config, "prefix_caching_hash_algo", _SAFE_HASHES[0]))
     if algorithm not in _SAFE_HASHES:

@@ -75,7 +75,7 @@ class KVDepotTier(SecondaryTierManager):  # type: ignore[misc]
         )
         self._stepped_s = 0.0
         self._failed: dict[str, set[bytes]] = {}
-        """By request: chunks that could not be loaded, which it computes."""
+        """Chunks that could not be loaded and are computed, by request."""
         announces = offloading_spec.kv_events_config.enable_kv_cache_events
         self._announces = self._settings.enable_kv_events and announces
         self._events: list[Any] = []
@@ -151,7 +151,7 @@ class KVDepotTier(SecondaryTierManager):  # type: ignore[misc]
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """If nothing is left that was computed before: no chunk, and no request."""
+        """Start a new generation if no chunk and no request of the old one is left."""
         if self._emptied and not self._requests:
             self._weights.cache_was_emptied()
 

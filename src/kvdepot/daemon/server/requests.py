@@ -45,6 +45,78 @@ class ClientGoneError(KVDepotError):
     """The client closed its connection in the middle of an answer."""
 
 
+class HintRequests:
+    """One connection's requests about prefetches and sessions."""
+
+    def __init__(self, channel: Channel, client: ClientResources, store: Store) -> None:
+        self._channel = channel
+        self._client = client
+        self._store = store
+        self.handlers: Final = {
+            FrameKind.HINT: self._hint,
+            FrameKind.HINT_SESSION: self._hint_session,
+            FrameKind.AWAIT_HINT: self._await_hint,
+            FrameKind.CANCEL_HINT: self._cancel_hint,
+            FrameKind.SESSION: self._session,
+        }
+
+    def _hint(self, frame: Frame) -> None:
+        head, raw = frames.split(frames.Seconds, frame.body)
+        deadline_s = frames.checked_timeout(head.timeout_s)
+        keys = frames.key_words(raw)
+        may = self._client.may_hint()
+        caller = self._client.caller
+        self._hinted(
+            frame, self._store.engine.prefetch(caller, [keys], deadline_s) if may else None
+        )
+
+    def _hint_session(self, frame: Frame) -> None:
+        head, raw = frames.split(frames.HintBySession, frame.body)
+        deadline_s = frames.checked_timeout(head.deadline_s)
+        name = _session_name(raw)
+        may = self._client.may_hint()
+        sessions = self._store.sessions
+        tags = sessions.namespaces_of(name) if head.tag == _ANY_TAG else [head.tag]
+        is_owner = self._channel.peer().uid in (0, os.getuid())
+        caller = self._store.routing.caller if is_owner else self._client.caller
+        hint = sessions.hint(caller, tags, name, deadline_s) if may else None
+        self._hinted(frame, hint)
+
+    def _hinted(self, frame: Frame, hint: Hint | None) -> None:
+        answer = frames.Hinted(0, 0, 0)
+        if hint is not None:
+            answer = frames.Hinted(self._client.keep_hint(hint), hint.resident, hint.wanted)
+        self._channel.send(FrameKind.HINTED, frame.serial, answer.body())
+
+    def _await_hint(self, frame: Frame) -> None:
+        asked = frames.WaitHint.parse(frame.body)
+        timeout_s = min(_HINT_WAIT_S_MAX, frames.checked_timeout(asked.timeout_s))
+        hint = self._client.hint(asked.number)
+        ended = hint is None or hint.wait(timeout_s)
+        answer = frames.HintStatus(ended, 0 if hint is None else hint.brought)
+        self._channel.send(FrameKind.BROUGHT, frame.serial, answer.body())
+
+    def _cancel_hint(self, frame: Frame) -> None:
+        hint = self._client.hint(frames.Number.parse(frame.body).value)
+        if hint is not None:
+            hint.cancel()
+
+    def _session(self, frame: Frame) -> None:
+        head, raw = frames.split(frames.SessionUpdate, frame.body)
+        if head.state not in (SessionState.ALIVE, SessionState.PENDING, SessionState.CLOSED):
+            raise WireError(f"a session in state {head.state}")
+        name = _session_name(raw[: head.name_bytes])
+        words = frames.key_words(raw[head.name_bytes :])
+        if (words[:, 0] != np.frombuffer(head.tag, np.uint64)).any():
+            raise WireError("a session with keys of another namespace")
+        keys = words if len(words) else None
+        state = SessionState(head.state)
+        known = 0
+        if self._client.has_registered(head.tag):
+            known = self._store.sessions.update(head.tag, name, keys, state, head.start)
+        self._channel.send(FrameKind.NUMBER, frame.serial, frames.Number(known).body())
+
+
 class RequestHandler:
     """One connection's requests and answers."""
 
@@ -81,13 +153,9 @@ class RequestHandler:
             FrameKind.FLUSH: self._flush,
             FrameKind.STATS: self._stats,
             FrameKind.HAS_SECRET: self._has_secret,
-            FrameKind.HINT: self._hint,
-            FrameKind.HINT_SESSION: self._hint_session,
-            FrameKind.AWAIT_HINT: self._await_hint,
-            FrameKind.CANCEL_HINT: self._cancel_hint,
-            FrameKind.SESSION: self._session,
             FrameKind.SERVICE: self._service,
             FrameKind.FIRST_TOKEN: self._first_token,
+            **HintRequests(channel, client, store).handlers,
         }
         self._services = ServiceCalls(store, client, channel.peer())
 
@@ -270,60 +338,6 @@ class RequestHandler:
         known = self._config.tenants.get(tenant)
         secret = known is not None and (known.secret_file is not None or known.secret_hex)
         self._number(frame, int(bool(secret)))
-
-    def _hint(self, frame: Frame) -> None:
-        head, raw = frames.split(frames.Seconds, frame.body)
-        deadline_s = frames.checked_timeout(head.timeout_s)
-        keys = frames.key_words(raw)
-        may = self._client.may_hint()
-        caller = self._client.caller
-        self._hinted(frame, self._engine.prefetch(caller, [keys], deadline_s) if may else None)
-
-    def _hint_session(self, frame: Frame) -> None:
-        head, raw = frames.split(frames.HintBySession, frame.body)
-        deadline_s = frames.checked_timeout(head.deadline_s)
-        name = _session_name(raw)
-        may = self._client.may_hint()
-        sessions = self._store.sessions
-        tags = sessions.namespaces_of(name) if head.tag == _ANY_TAG else [head.tag]
-        is_owner = self._channel.peer().uid in (0, os.getuid())
-        caller = self._store.routing.caller if is_owner else self._client.caller
-        hint = sessions.hint(caller, tags, name, deadline_s) if may else None
-        self._hinted(frame, hint)
-
-    def _hinted(self, frame: Frame, hint: Hint | None) -> None:
-        answer = frames.Hinted(0, 0, 0)
-        if hint is not None:
-            answer = frames.Hinted(self._client.keep_hint(hint), hint.resident, hint.wanted)
-        self._channel.send(FrameKind.HINTED, frame.serial, answer.body())
-
-    def _await_hint(self, frame: Frame) -> None:
-        asked = frames.WaitHint.parse(frame.body)
-        timeout_s = min(_HINT_WAIT_S_MAX, frames.checked_timeout(asked.timeout_s))
-        hint = self._client.hint(asked.number)
-        ended = hint is None or hint.wait(timeout_s)
-        answer = frames.HintStatus(ended, 0 if hint is None else hint.brought)
-        self._channel.send(FrameKind.BROUGHT, frame.serial, answer.body())
-
-    def _cancel_hint(self, frame: Frame) -> None:
-        hint = self._client.hint(frames.Number.parse(frame.body).value)
-        if hint is not None:
-            hint.cancel()
-
-    def _session(self, frame: Frame) -> None:
-        head, raw = frames.split(frames.SessionUpdate, frame.body)
-        if head.state not in (SessionState.ALIVE, SessionState.PENDING, SessionState.CLOSED):
-            raise WireError(f"a session in state {head.state}")
-        name = _session_name(raw[: head.name_bytes])
-        words = frames.key_words(raw[head.name_bytes :])
-        if (words[:, 0] != np.frombuffer(head.tag, np.uint64)).any():
-            raise WireError("a session with keys of another namespace")
-        keys = words if len(words) else None
-        state = SessionState(head.state)
-        if not self._client.has_registered(head.tag):
-            self._number(frame, 0)
-            return
-        self._number(frame, self._store.sessions.update(head.tag, name, keys, state, head.start))
 
     def _service(self, frame: Frame) -> None:
         """Serve a call in JSON. The answer to an invalid call is REFUSED."""

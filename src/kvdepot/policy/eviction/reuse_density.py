@@ -102,7 +102,7 @@ class ReuseRates:
 
 
 def _densities(rates: Floats, widths: Floats) -> Floats:
-    """For each kind and age the maximum, over all later ages, of chance of reuse per time spent.
+    """The maximum, over all later ages, of chance of reuse per time spent, by kind and age.
 
     `rates` are constant within a bucket; time ends with the reuse.
     """

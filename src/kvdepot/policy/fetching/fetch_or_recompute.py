@@ -405,7 +405,7 @@ def deadline_of(plan: FetchPlan, used: Sequence[TierPace | None], recompute_s: f
 
 
 def worth_waiting_s(came: int, late: int, elapsed_s: float, recompute_s: float) -> float:
-    """How much longer to wait for the late blocks of a fetch at its deadline; 0: give up.
+    """The time to wait for late blocks of a fetch after its deadline; 0: give up.
 
     Assumes that the late blocks come as fast as the others did, and waits if that is sooner than
     recomputing them, their share of `recompute_s`. All blocks count alike, so the result is right

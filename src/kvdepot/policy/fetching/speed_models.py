@@ -27,7 +27,7 @@ CONSTANT_SHARE_MAX: Final = 0.5
 DOUBTED: Final = 0.03
 """The weight of a surprising sample until others confirm it."""
 ODD_SHARE_MAX: Final = 0.4
-"""If outliers have more than this share of the weight, the fit is wrong and they are kept."""
+"""Outliers with at least this share of the weight are kept: the fit is wrong, not they."""
 SPREAD_UNSEEN: Final = 0.5
 """The spread of an assumption before the first measurement."""
 SPREAD_FIRST: Final = 0.15

@@ -20,7 +20,7 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 KEEP_SHARE_MAX: Final = 0.5
-"""At most this share of a segment is rewritten, so that reclaiming always frees space."""
+"""Upper limit of the share of a segment that is rewritten, so that reclaiming frees space."""
 _LOST_SHARE_MAX: Final = 8.0
 """A segment is spared if reclaiming it would drop more than this many times its size elsewhere."""
 _CLOSED_SHARE_MIN: Final = 0.75

@@ -5,14 +5,14 @@ from enum import Enum
 
 
 class WriteMode(Enum):
-    """When blocks are written to a file tier."""
+    """The time at which blocks are written to a file tier."""
 
     BACK = "write-back"
-    """When the tier above evicts them; to the first file tier, soon after the put."""
+    """On eviction from the tier above; in the first file tier, soon after the put."""
     THROUGH = "write-through"
-    """As soon as the tier above has them; to the first file tier, before the put returns."""
+    """Together with the tier above; in the first file tier, before the put returns."""
     SELECTIVE = "write-through-selective"
-    """At the second request, or at once if a reuse is likely."""
+    """On the second request, or at once if a reuse is likely."""
     PASS = "pass-through"
     """Directly from memory. The file tiers above get neither these writes nor promoted reads."""
 

@@ -1,4 +1,4 @@
-"""Publishes a store's blocks to routers: all at the start, then each store, move and removal."""
+"""Publishes a store's blocks to routers: all at the start, then all changes."""
 
 import json
 import threading
@@ -33,7 +33,7 @@ from kvdepot.store.read.token_ids import read_heads
 from kvdepot.store.state.state import StoreState
 
 _PART: Final = 256
-"""Blocks in one batch."""
+"""Most blocks in a batch."""
 _log: Final = RateLimitedLog("kvdepot.events")
 
 
@@ -56,7 +56,7 @@ class Announcer:
         self._thread.start()
 
     def describe(self) -> dict[str, Any]:
-        """For `stats`."""
+        """The counts for `stats`."""
         publisher = self._publisher
         return {
             **publisher.addresses,
@@ -92,7 +92,7 @@ class Announcer:
                 _log.warning("events were not published: %s", error)
 
     def _tell_again(self) -> None:
-        """A router is new, or has missed more than is kept: all routers start afresh."""
+        """Publish everything again: a router is new, or has missed batches that are not kept."""
         now_s = time.monotonic()
         if now_s - self._told_all_s < self._config.resync_interval:
             return
@@ -129,7 +129,7 @@ class Announcer:
             self._publisher.publish(topic, events)
 
     def _by_topic(self, tags: Sequence[bytes]) -> Iterator[tuple[str, list[int]]]:
-        """Indices of namespaces' tags by the topic of their events."""
+        """Indices of the tags, by the topic of their namespace."""
         found: dict[str, list[int]] = {}
         for at, tag in enumerate(tags):
             space = self._space(tag)

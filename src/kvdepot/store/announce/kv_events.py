@@ -1,7 +1,7 @@
-"""KV events as vLLM publishes them and routers read them: what a batch of changes says.
+"""KV events in the format of vLLM, which routers read.
 
-An event is a map. Hashes are the second words of our digests: any u64 will do, if parents and
-removals agree.
+An event is a map. Its hashes are the second words of our digests. Routers accept any u64, if the
+hashes of parents and removals agree.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,18 +24,18 @@ class AnnouncedSpace:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block that has come to a medium."""
+    """A block that is new on a medium."""
 
     digest: int
     parent: int
-    """0: it begins a prompt."""
+    """Hash of the block before it; 0 for the first block of a prompt."""
     tokens: bytes
     """Its token ids, little-endian u32."""
     space: AnnouncedSpace
 
 
 def stored(blocks: Sequence[StoredBlock], medium: str) -> list[Event]:
-    """Events for blocks that have come; those that continue each other make one."""
+    """Events for new blocks; consecutive blocks of a prompt are one event."""
     events: list[Event] = []
     last: StoredBlock | None = None
     for block in blocks:
@@ -70,9 +70,9 @@ def cleared() -> Event:
 
 
 def space_of(facts: Mapping[str, Any]) -> AnnouncedSpace | None:
-    """Read a namespace's description; None if it is of no use to routers.
+    """Read a namespace's description; None if it is not published.
 
-    One shard of each model is published: all hold the same tokens.
+    Only the first shard of a model is published: all have the same tokens.
     """
     layout = facts.get("layout")
     tokens = layout.get("block_tokens") if isinstance(layout, dict) else None

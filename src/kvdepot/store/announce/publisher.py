@@ -1,4 +1,4 @@
-"""A ZMQ publisher of numbered batches, and a socket that sends missed batches again.
+"""A ZMQ publisher of numbered batches, and a replay socket for missed batches.
 
 PUB (here XPUB, which reports new subscribers): topic, sequence (u64, big-endian), batch. ROUTER:
 the request is 8 bytes, the first sequence to send; the answers are the kept batches from
@@ -21,11 +21,11 @@ _END: Final = (-1).to_bytes(8, "big", signed=True)
 _SEQUENCE_BYTES: Final = 8
 _SUBSCRIBED: Final = b"\1"
 _QUEUED_MAX: Final = 100_000
-"""Batches queued for one subscriber that does not read; later ones are dropped, with a gap."""
+"""Most batches queued for a subscriber that does not read; further ones are dropped."""
 
 
 class EventPublisher:
-    """The two sockets. Raises ConfigError where an address cannot be used."""
+    """The two sockets. Raises ConfigError if an address cannot be used."""
 
     def __init__(self, config: EventsConfig) -> None:
         self._context = zmq.Context()
@@ -33,14 +33,14 @@ class EventPublisher:
         self._kept: deque[tuple[int, bytes, bytes]] = deque()
         self._kept_bytes = 0
         self._began = self.sequence = time.time_ns() // 1000
-        """Number of the next batch. Numbers begin with the time in microseconds: routers take a
-        lower one, as after a restart, for a batch that they have.
+        """Number of the next batch. The first is the time in microseconds, so that numbers rise
+        over restarts: routers ignore lower ones.
         """
         self._published_s = time.monotonic()
         self.replays = 0
         self.subscriptions = 0
         self.missed = False
-        """A peer is new, or has asked for batches that are not kept any more."""
+        """True if a peer is new, or has requested batches that are not kept any more."""
         try:
             self._publishing = self._bind(zmq.XPUB, "events.endpoint", config.endpoint, _QUEUED_MAX)
             self._replaying: Any = None
@@ -66,11 +66,11 @@ class EventPublisher:
 
     @property
     def batches(self) -> int:
-        """Published so far."""
+        """Number of batches published so far."""
         return self.sequence - self._began
 
     def publish(self, topic: str, events: list[Event]) -> None:
-        """Send a batch to all who listen. Does not block."""
+        """Send a batch to all subscribers. Does not block."""
         batch = msgspec.msgpack.encode([time.time(), events, 0])
         kept = (self.sequence, topic.encode(), batch)
         self._kept.append(kept)
@@ -87,9 +87,7 @@ class EventPublisher:
         self._publishing.send_multipart(frames, zmq.DONTWAIT)
 
     def serve_peers(self, wait_s: float) -> None:
-        """Accept new subscribers, and answer requests for batches; return after `wait_s` at
-        the latest.
-        """
+        """Serve new subscribers and replay requests. Blocks for `wait_s` at most."""
         poller = zmq.Poller()
         poller.register(self._publishing, zmq.POLLIN)
         if self._replaying is not None:

@@ -1,8 +1,8 @@
-"""Changes since the last look, found by comparing: nothing is queued, so the store never
-waits for it and nothing can overflow. A block that came and went between two looks is not seen.
+"""Finds changes of residency by comparing each row of the index with its last published state.
 
-Each row of the index is compared with its last published state. A row freed since is known by a
-column of the index, which returns to zero then.
+No events are queued, so that the store never waits and nothing can overflow. A block that is stored
+and evicted between two comparisons is not seen. A freed row is detected by a column of the index,
+which returns to zero then.
 """
 
 from typing import Final, NamedTuple
@@ -17,15 +17,15 @@ from kvdepot.store.state.state import StoreState
 
 IN_MEMORY: Final = 1
 BELOW: Final = 2
-"""The block is in the store, where there are tiers below memory: routers look for the first
-blocks in memory and then below, never up again, so a block in memory is published for both."""
+"""The block is in a store with tiers below memory. Routers search the first blocks in memory and
+the next ones below, never in memory again, so a block in memory is published for both."""
 _SILENT: Final = 4
-"""Seen, and not to be published."""
+"""The change was seen, and must not be published."""
 Media = npt.NDArray[np.uint8]
 
 
 class ResidencyChange(NamedTuple):
-    """Blocks whose places have changed: their keys, four u64 each, and the media, as bits."""
+    """Changed blocks: their keys, four u64 each, and the media, as bits."""
 
     gone: Keys
     gone_from: Media
@@ -33,11 +33,11 @@ class ResidencyChange(NamedTuple):
     come_to: Media
     come_rows: Rows
     seen: int
-    """Rows that were looked at because of a change; 0: there is nothing new."""
+    """Number of changed rows; 0 if nothing has changed."""
 
 
 class ResidencyWatch:
-    """One reader of a store's residency. For one thread."""
+    """Compares the residency of a store with what was published. For one thread."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -45,7 +45,7 @@ class ResidencyWatch:
         memories = len(state.memory_tiers)
         self._memory_bits = (1 << memories) - 1
         self._mark = table.column(np.uint8, 0)
-        """What `_told` says, unless the row was freed since."""
+        """Equal to `_told`, except for rows freed since."""
         self._told = np.zeros(table.rows, np.uint8)
         self._words = np.zeros((table.rows, 4), np.uint64)
         """Keys of the published blocks."""
@@ -65,10 +65,9 @@ class ResidencyWatch:
             self._settled = None
 
     def take(self, limit: int) -> ResidencyChange:
-        """Return the next changes, at most `limit` blocks of each kind; withdrawn blocks come
-        first.
+        """Return the next changes, at most `limit` blocks of each kind, withdrawn blocks first.
 
-        They count as published; `silence` takes back those that could not be.
+        They count as published; call `silence` for those that are not.
         """
         if self._is_settled():
             return _nothing()
@@ -84,7 +83,7 @@ class ResidencyWatch:
                 rows = rows[:limit]
                 words = self._words[rows].copy()
                 left = np.where(freed[rows], 0, told[rows] & ~gone[rows] & 0xFF).astype(np.uint8)
-                # silent for what it was: where it is now may be told again
+                # silenced as it was before: its present state may be published
                 left[now[rows] == 0] = 0
                 self._tell(rows, left)
                 said = gone[rows] != 0
@@ -104,15 +103,15 @@ class ResidencyWatch:
             )
 
     def silence(self, rows: Rows, come_to: Media) -> None:
-        """Take back changes that were not published: without token ids, or private."""
+        """Mark changes that were not published: without token ids, or private."""
         with self._state.lock:
             same = self._told[rows] == self._mark.array[rows]
             rows, come_to = rows[same], come_to[same]
             self._tell(rows, (self._told[rows] & ~come_to & 0xFF | _SILENT).astype(np.uint8))
 
     def _is_settled(self) -> bool:
-        """True if nothing changed since there was nothing to publish. Without the lock: a change
-        that is being made is seen the next time.
+        """True if nothing has changed since the last comparison without changes. Works without the
+        lock: a concurrent change is seen the next time.
         """
         catalog, before = self._state.catalog, self._settled
         return (
@@ -140,7 +139,7 @@ class ResidencyWatch:
         return self._told
 
     def _media(self) -> Media:
-        """For each row where a lookup would find its block."""
+        """For each row the media on which a lookup finds its block, as bits."""
         state = self._state
         assert state.lock.held()
         catalog = state.catalog

@@ -1,7 +1,7 @@
-"""Checking a store that lies on disk. Changes nothing, and may run beside a writer.
+"""Checks the volumes of a store on disk. Read-only; may run while a writer has the store open.
 
-Every live block is read and compared with its checksums, segment after segment, in large reads.
-Remains of a crash are not damage: a segment without footer, a torn record, a `superblock.new`.
+Reads every live block in large reads and verifies its checksums. What a crash leaves is not damage:
+a segment without footer, a torn record, a `superblock.new`.
 """
 
 import os
@@ -42,11 +42,11 @@ from kvdepot.volumes.log.recovery import (
 from kvdepot.volumes.log.segments import SegmentSet
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes there are."""
+"""Called with the bytes that were checked and the total."""
 
 _WINDOW: Final = 32 << 20
 _GAP_MAX: Final = 1 << 20
-"""Dead bytes between two live records that are read along rather than skipped."""
+"""Largest gap of dead bytes between two live records that are read in one request."""
 _TRIES: Final = 3
 _UNLIMITED: Final = 1 << 62
 _SEGMENT_BYTES: Final = 256 << 20
@@ -54,7 +54,7 @@ _SEGMENT_BYTES: Final = 256 << 20
 
 @dataclass
 class AuditReport(CheckReport):
-    """Answer to `audit`. `blocks` and `nbytes` count the intact ones."""
+    """Result of `audit`. `blocks` and `nbytes` count the intact ones."""
 
     path: str = ""
     segments: int = 0
@@ -82,8 +82,8 @@ class Pace:
 def audit(path: Path, *, progress: Progress | None = None) -> AuditReport:
     """Check the store at `path`: a directory or a block device.
 
-    Raises FormatError where there is no store, or one of another format. A finding counts when a
-    second look finds it too: a writer in another process may reuse the space that is read.
+    Raises FormatError if there is no store, or one of another format. Reports only findings of two
+    checks in a row, because a writer may reuse the space that is being read.
     """
     report = _look_again(path, progress)
     if not report.ok:
@@ -95,13 +95,13 @@ def audit(path: Path, *, progress: Progress | None = None) -> AuditReport:
 
 @dataclass(frozen=True, slots=True)
 class OpenedVolume:
-    """A volume that lies on disk, outside of any store."""
+    """A volume opened without a store."""
 
     medium: Medium
     segments: SegmentSet
     metadata: MetadataLog
     damage: list[str]
-    """The damage found, as text."""
+    """Descriptions of the damage found."""
 
     @property
     def segment_bytes(self) -> int:
@@ -133,9 +133,9 @@ class OpenedVolume:
 
 @contextmanager
 def opened(path: Path, *, writable: bool = False) -> Iterator[OpenedVolume]:
-    """The volume at `path`, outside of any store. Takes the writer's lock if `writable`.
+    """Open the volume at `path` without a store. Takes the writer's lock if `writable`.
 
-    Raises FormatError where there is no store; never makes one.
+    Raises FormatError if there is no store; never creates one.
     """
     _require_store(path)
     files = Files()
@@ -172,7 +172,7 @@ def _volume(
 
 
 def examine(reader: SegmentReader, segment_id: int, entries: Entries, pace: Pace) -> list[str]:
-    """Return what is wrong with each record; an empty text for an intact one."""
+    """Return the fault of each record; an empty text for an intact one."""
     verdicts = [""] * len(entries)
     for run in _runs(entries):
         start, stop = _span(entries, run[0])[0], _span(entries, run[-1])[1]
@@ -222,13 +222,15 @@ def _finding(volume: OpenedVolume, text: str) -> Finding:
 
 
 def _listed(volume: OpenedVolume) -> set[int]:
-    """Slots that must have a file, as far as the metadata says."""
+    """Slots that have a file according to the metadata."""
     entry = volume.metadata.own(MetaKind.SLOTS)
     return parse_slots(entry.value or b"") if entry is not None else set()
 
 
 def _check_files(volume: OpenedVolume, listed: set[int], report: AuditReport) -> None:
-    """Files must be there, with a segment's size. One that a crash left half made is not listed."""
+    """Check that each listed file exists and has the size of a segment. A file that a crash left
+    half made is not listed.
+    """
     expected, by_slot = volume.segment_bytes, volume.segments.by_slot
     there = sorted([*by_slot, *volume.segments.free])
     for slot in sorted(listed.difference(there)):
@@ -258,7 +260,7 @@ def _check_segment(
 
 
 def _runs(entries: Entries) -> Iterator[list[int]]:
-    """Records that are read together, in the order they lie in."""
+    """Group records to be read in one request, in the order of their places."""
     run: list[int] = []
     for index in np.argsort(entries["page"], kind="stable").tolist():
         first, last = _span(entries, index)
@@ -307,14 +309,14 @@ def _verdict(image: memoryview, segment_id: int, entries: Entries, index: int) -
 
 
 def _segment_bytes(path: Path) -> int:
-    """The segment size of a store of which all headers are lost."""
+    """The segment size of a store whose headers are all damaged, from its files."""
     sizes = [file.stat().st_size for file in path.glob("segment-*.kvs") if not file.is_symlink()]
     nbytes = max(sizes, default=0)
     return nbytes if nbytes and nbytes % PAGE == 0 else _SEGMENT_BYTES
 
 
 def _require_store(path: Path) -> None:
-    """Raise FormatError, with what to do, where there cannot be a store."""
+    """Raise FormatError, with a hint, if there cannot be a store at `path`."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

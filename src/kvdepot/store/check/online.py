@@ -1,4 +1,4 @@
-"""A running store checks itself: index against tiers, and every byte against its checksum."""
+"""Checks a running store: the index against the tiers, and all bytes against their checksums."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -31,14 +31,14 @@ from kvdepot.memory.arena import UNOWNED
 from kvdepot.native import VERIFY, address_of
 from kvdepot.store.move.mover import READS_END_S, whole_reads
 from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
-from kvdepot.store.write.memory_eviction import ArenaTier
 
 _READY = int(CopyState.READY)
 _BATCH = 256
 _TRIES = 5
 _PAUSE_S_MAX = 1.0
-"""A drive that is left alone for longer is not waited for: what it has cannot be read."""
+"""Longest wait for a drive that is being retried; its blocks then count as unreadable."""
 
 
 def check_store(state: StoreState, *, deep: bool) -> CheckReport:
@@ -58,7 +58,7 @@ def check_store(state: StoreState, *, deep: bool) -> CheckReport:
 
 
 def _rows(state: StoreState) -> list[int]:
-    """All rows in use."""
+    """All rows in use. With the store's lock."""
     assert state.lock.held()
     catalog = state.catalog
     return np.flatnonzero(catalog.nbytes.array > 0).tolist()
@@ -127,7 +127,7 @@ def _check_tree(state: StoreState, report: CheckReport) -> None:
 
 
 def _leased_rows(state: StoreState) -> Iterator[int]:
-    """Every row, each leased while it is looked at."""
+    """Yield every row, leased until the next one is requested."""
     with state.lock:
         everything = _rows(state)
     for start in range(0, len(everything), _BATCH):
@@ -183,7 +183,7 @@ def _check_copy(
 
 
 def _read(state: StoreState, lower: LowerTier, row: int, location: int, image: int) -> bool:
-    """Read and verify a record; a volume that is left alone for a moment is waited for."""
+    """Read and verify a record. Waits for a volume that is being retried."""
     catalog, number = state.catalog, volume_of(location)
     words = catalog.table.words(np.array([row]))
     reads = whole_reads(words, [place_of(location)], catalog.nbytes.array[[row]], [image])

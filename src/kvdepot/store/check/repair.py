@@ -1,8 +1,8 @@
-"""Repairing a store that lies on disk: afterwards it audits clean, and no intact block is lost, but
-if both copies of the metadata are damaged: then all blocks go.
+"""Repairs the volumes of a store on disk. Afterwards `audit` finds nothing.
 
-Every step leaves a segment that is either as damaged as before or right, in this order: bytes that
-nothing points to yet, a sync, what points to them. So an interrupted repair can be run again.
+All intact blocks are kept, unless entries of the metadata are lost in both copies: then all blocks
+are dropped. Each step writes data, syncs it, then writes the pointers to it, so that a segment is
+either unchanged or repaired, and an interrupted repair can be run again.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class RepairReport:
     done: list[Finding] = field(default_factory=list)
     failed: list[Finding] = field(default_factory=list)
     dropped: int = 0
-    """Records that were damaged and are no longer listed."""
+    """Damaged records that were dropped."""
 
     def __bool__(self) -> bool:
         return not self.failed
@@ -51,10 +51,10 @@ class RepairReport:
 
 
 def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
-    """Make the store at `path` audit clean, and keep every intact block.
+    """Repair the store at `path` and keep every intact block.
 
-    Takes the writer's lock: raises StoreBusyError while a writer has the store, FormatError where
-    there is none. A segment that cannot be read or written is left alone and listed as failed.
+    Takes the writer's lock: raises StoreBusyError while a writer has the store open, FormatError if
+    there is none. A segment that cannot be read or written is not changed and listed as failed.
     """
     report = RepairReport()
     sizes = _file_sizes(path)
@@ -81,8 +81,8 @@ def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
 
 
 def _repair_metadata(volume: OpenedVolume, slots: list[int], report: RepairReport) -> list[int]:
-    """Write the metadata log anew. If entries are lost in both copies, removed blocks cannot be
-    told from others, and all blocks go. Returns the slots that are left to be repaired.
+    """Write the metadata log again. If entries are lost in both copies, removed blocks cannot be
+    distinguished from others, so that all blocks are dropped. Returns the slots left to repair.
     """
     whole = volume.metadata.is_whole
     if volume.metadata.damage or not whole:
@@ -157,7 +157,7 @@ def _swapped(reader: SegmentReader, segment: Recovered, ids: set[int]) -> Recove
 
 
 def _rewrite(reader: SegmentReader, segment: Recovered, intact: Entries) -> None:
-    """Make this extent the sealed segment with these records."""
+    """Write header, footer and trailer of a sealed segment with these records."""
     header = SegmentHeader(segment.segment_id, reader.slot, reader.segment_bytes, reader.store)
     entries = np.ascontiguousarray(intact, dtype=ENTRY).tobytes()
     offset, footer, trailer = close_segment(header, segment.tail, entries, sealed=True)
@@ -171,7 +171,7 @@ def _rewrite(reader: SegmentReader, segment: Recovered, intact: Entries) -> None
 
 
 def _wipe(reader: SegmentReader) -> None:
-    """Make the slot free. The header is wiped last: until then a new repair starts again."""
+    """Free a slot. The header is wiped last, so that an interrupted repair starts again."""
     reader.files.write(reader.fd, reader.base + reader.segment_bytes - PAGE, bytes(PAGE))
     reader.files.sync(reader.fd)
     reader.files.write(reader.fd, reader.base, bytes(PAGE))

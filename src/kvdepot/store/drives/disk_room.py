@@ -1,4 +1,4 @@
-"""Check that the disks have the room that a configuration promises to use."""
+"""Checks that file systems have room for the configured capacities."""
 
 import os
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from kvdepot.core.units import format_bytes
 
 @dataclass(slots=True)
 class DiskRoom:
-    """One filesystem, and what the paths on it are to take of it."""
+    """A file system, and the capacities of the paths on it."""
 
     free_bytes: int
-    """Also what the store's own segments take already."""
+    """Free bytes, including those of the store's own segments."""
     wanted_bytes: int = 0
     settings: dict[str, None] = field(default_factory=dict)
-    """Whose capacities they are, in order."""
+    """The settings with these capacities, in order."""
     paths: list[Path] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -29,7 +29,7 @@ class DiskRoom:
 
 
 def shortages(config: Config) -> list[DiskRoom]:
-    """The filesystems that have less room than the file tiers on them are to use."""
+    """The file systems with less room than the capacities of the file tiers on them."""
     disks: dict[int, DiskRoom] = {}
     for tier in config.file_tiers:
         for path in tier.path:
@@ -48,7 +48,7 @@ def shortages(config: Config) -> list[DiskRoom]:
 
 
 def nearest(path: Path) -> Path | None:
-    """The path, or the folder that is there above it; None where none can be looked at."""
+    """The path, or its nearest existing parent; None if that cannot be accessed."""
     for place in (path, *path.absolute().parents):
         try:
             if place.exists():

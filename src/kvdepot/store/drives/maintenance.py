@@ -1,4 +1,4 @@
-"""The volumes of a store and the threads of its tiers: started, added to, drained and resized."""
+"""Starts the background threads of the tiers; adds, drains and resizes volumes."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ _SEGMENTS_MIN: Final = 3
 SYNC_S: Final = 10.0
 """Longest wait for changed metadata to be durable."""
 OpensPath = Callable[[str, Path], OpenVolume | None]
-"""Opens a path as a volume of a tier; None if the tier cannot have more volumes."""
+"""Returns the factory for a path of a tier; None if the tier cannot have more volumes."""
 _log = logging.getLogger("kvdepot.store")
 
 
@@ -44,13 +44,13 @@ class VolumeMaintenance(DepotVolumes):
         self.rooms: dict[LowerTier, VolumeRoom] = {}
         self.write_backs: dict[LowerTier, WriteBack] = {}
         self.demoters: dict[LowerTier, Demoter] = {}
-        """By the upper tier."""
+        """Demoters by their upper tier."""
         self.mover = BlockMover(
             state,
             lambda lower, volume, nbytes: self.rooms[lower].make(volume, nbytes),
         )
         self._change = threading.Lock()
-        """Held while volumes come or go."""
+        """Held while volumes are added, drained or resized."""
         self.watchdog = VolumeWatchdog(state, self.rooms, self.mover)
         threads: list[threading.Thread] = []
         below: LowerTier | None = None
@@ -76,7 +76,7 @@ class VolumeMaintenance(DepotVolumes):
             thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the threads of a store that closes. False: one is still busy."""
+        """Wait for the threads after the store began to close. False: one is still running."""
         if self._memory_levels is not None:
             self._memory_levels.wake()
         self.watchdog.stop()
@@ -104,7 +104,7 @@ class VolumeMaintenance(DepotVolumes):
         _log.info("%s: volume %d added: %s", tier, entry.number, path)
 
     def _give_its_share(self, lower: LowerTier, entry: VolumeEntry) -> None:
-        """A volume that comes gets as much room as the others have now."""
+        """Give a new volume the largest capacity that the others have now."""
         others = [facts for number, facts in lower.volumes.all_facts() if number != entry.number]
         rooms = [facts.capacity_bytes for facts in others if facts.may_write]
         if rooms:
@@ -129,7 +129,7 @@ class VolumeMaintenance(DepotVolumes):
             others = [
                 facts for number, facts in lower.volumes.all_facts() if number != entry.number
             ]
-            # One that is away does not know yet what was removed meanwhile: this one does.
+            # A detached volume lacks later removals, which this one has.
             if entry.draining or not any(facts.up and facts.may_write for facts in others):
                 raise ConfigError(f"{tier}.path", f"cannot drain {path}: no other volume is up")
             moved = drain(self._state, lower, entry.number, self.mover)
@@ -154,7 +154,7 @@ class VolumeMaintenance(DepotVolumes):
         raise ConfigError(f"{lower.name}.path", f"{path} is not one of this store's volumes")
 
     def resize(self, tier: str, capacity: int | str) -> None:
-        """Blocks leave a tier that gets less room."""
+        """Blocks are evicted from a tier that shrinks."""
         lower = self._changeable(tier)
         try:
             capacity_bytes = parse_bytes(capacity)
@@ -190,7 +190,7 @@ class VolumeMaintenance(DepotVolumes):
     def _check_pins(
         self, lower: LowerTier, *, without: Path | None = None, capacity_bytes: int | None = None
     ) -> None:
-        """ConfigError if pinned blocks would not fit a tier with less room."""
+        """Raise ConfigError if pinned blocks would not fit the tier afterwards."""
         tier, room = lower.name, 0
         for entry in lower.volumes.entries:
             facts = entry.volume.facts()
@@ -199,8 +199,8 @@ class VolumeMaintenance(DepotVolumes):
             elif not facts.up and self.pins.blocks.has_missing():
                 raise ConfigError(
                     f"{tier}.path",
-                    f"{without} is away, and pinned blocks are missing: it may have them",
-                    hint="bring it back, or end those pins: kvdepot session unpin",
+                    f"cannot drain {without}: it is down and may have missing pinned blocks",
+                    hint="attach it again, or end those pins: kvdepot session unpin",
                 )
         room = room if capacity_bytes is None else capacity_bytes
         with self._state.lock:
@@ -208,9 +208,8 @@ class VolumeMaintenance(DepotVolumes):
         if pinned and 2 * pinned > room:
             raise ConfigError(
                 f"{tier}.capacity",
-                f"{format_bytes(pinned)} are pinned, and would take more than half of "
-                f"{format_bytes(room)}",
-                hint="kvdepot session list names the pins, kvdepot session unpin ends them",
+                f"{format_bytes(pinned)} are pinned, more than half of the {format_bytes(room)} left",
+                hint="end pins: kvdepot session list, kvdepot session unpin",
             )
 
     def _changeable(self, tier: str) -> LowerTier:
@@ -221,10 +220,10 @@ class VolumeMaintenance(DepotVolumes):
         if tier in [memory.name for memory in self._state.memory_tiers]:
             raise ConfigError(
                 tier,
-                "memory cannot change while the store is open: it is mapped by all who use it",
-                hint=f"change {tier} in the settings, and start again",
+                "memory tiers cannot change while the store is open",
+                hint=f"change {tier} in the settings and restart",
             )
-        raise ConfigError(tier, "this store has no such tier of volumes that it may write to")
+        raise ConfigError(tier, "this store has no writable tier of this name")
 
 
 def same_path(entry: VolumeEntry, path: Path) -> bool:

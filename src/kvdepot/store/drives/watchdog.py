@@ -1,8 +1,8 @@
-"""Looks after volumes: tries those that failed, opens those that came back, measures new ones,
-shrinks those that were made smaller, and takes in what other stores did to volumes that they share.
+"""The background thread for volumes: it retries failed volumes, reopens those that were attached
+again, measures new ones, shrinks those with a lowered capacity, and applies changes of other nodes.
 
-Without it a volume would come back only when something is written to it: `match` does not promise
-blocks on a volume that is down, so that no call reads from it.
+Without it only a write would find out that a failed volume works again: `match` ignores blocks on a
+volume that is down, so that no call reads from it.
 """
 
 import threading
@@ -24,7 +24,7 @@ from kvdepot.store.volume_entry import VolumeEntry
 _LOOK_S: Final = 1.0
 _LOOK_S_MIN: Final = 0.02
 _QUIET_S: Final = 0.25
-"""A store that was not read from for this long can measure its volumes."""
+"""Volumes are measured after this time without reads."""
 
 
 class VolumeWatchdog:
@@ -40,7 +40,7 @@ class VolumeWatchdog:
         self.thread = threading.Thread(target=self._run, name="kvdepot-watchdog", daemon=True)
 
     def stop(self) -> None:
-        """Wake the thread of a store that closes."""
+        """Wake the thread, so that it ends when the store closes. Does not block."""
         self._state.volumes.woken.set()
 
     def _run(self) -> None:
@@ -57,7 +57,7 @@ class VolumeWatchdog:
             volumes.woken.clear()
 
     def look(self, lower: LowerTier, entry: VolumeEntry) -> None:
-        """Look after one volume; bring it back if it is away and can be."""
+        """Do the background work of one volume; reopen it if it was lost and can be used."""
         state, volumes = self._state, self._state.volumes
         self._due_s = {one: due_s for one, due_s in self._due_s.items() if not one.retired}
         if state.closing.is_set():
@@ -71,7 +71,9 @@ class VolumeWatchdog:
         self._due_s[entry] = state.clock.now() + next_s
 
     def take_news(self, lower: LowerTier, entry: VolumeEntry) -> None:
-        """Other stores have changed a volume; blocks that they removed go from all tiers here."""
+        """Apply changes of other nodes on a volume. Blocks that they removed are dropped from all
+        tiers.
+        """
         state, catalog = self._state, self._state.catalog
         for news, blocks in state.volumes.take_news(entry):
             found = [

@@ -15,8 +15,8 @@ from kvdepot.format.record import HEAD_BYTES, TABLE_OFFSET, own_chunk_bytes, rec
 from kvdepot.index.table import NONE
 from kvdepot.native import COPY, VERIFY, address_of
 from kvdepot.policy.placing.memory_levels import ExpectedReuse, is_kept, is_promoted
+from kvdepot.store.state.memory_tier import ArenaTier, SlotAllocator
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.write.memory_eviction import ArenaTier, SlotAllocator
 
 _PIECE_BYTES: Final = 8 << 20
 _BLOCKS_MAX: Final = 32

@@ -38,8 +38,8 @@ from kvdepot.native import transfer
 from kvdepot.store.events import BlocksServed, Took
 from kvdepot.store.read.timed_out import LateRead, TimedOutIo
 from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.memory_tier import ArenaTier, SlotAllocator
 from kvdepot.store.state.state import TEMPORARY, BlockLease, StoreState
-from kvdepot.store.write.memory_eviction import ArenaTier, SlotAllocator
 
 _CODES: Final = {(answer.tier, answer.reason): code for code, answer in enumerate(ANSWERS)}
 ABSENT, _CORRUPT, _FAILED, _LATE, _BUSY = (

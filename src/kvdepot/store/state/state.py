@@ -29,8 +29,8 @@ from kvdepot.store.events import Events
 from kvdepot.store.state.admission import Admission
 from kvdepot.store.state.descriptions import Descriptions
 from kvdepot.store.state.lower_tier import FAILED, LowerTier
+from kvdepot.store.state.memory_tier import ArenaTier
 from kvdepot.store.volume_set import VolumeSet
-from kvdepot.store.write.memory_eviction import ArenaTier
 
 _WAITING, _POLICY, _BUDGET, _READ_ONLY, _NO_DRIVE = map(
     DURABILITY.index,

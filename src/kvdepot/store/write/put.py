@@ -21,8 +21,8 @@ from kvdepot.format.record import (
     write_head,
 )
 from kvdepot.index.table import NONE
+from kvdepot.store.state.memory_tier import SlotAllocator
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.write.memory_eviction import SlotAllocator
 
 _WAVE_BYTES: Final = 64 << 20
 _NO_LIMIT: Final = 1 << 62
@@ -201,7 +201,7 @@ class Putter:
     def _hold_before(self, offer: NewBlock) -> None:
         """Keep what the offer continues in memory, and with it all of the prompt before."""
         catalog = self._state.catalog
-        row = catalog.row_before(offer.key)
+        row = catalog.table.find_before(offer.key)
         if row != NONE and catalog.memory.ready(row):
             offer.before = row
             catalog.lease([row])

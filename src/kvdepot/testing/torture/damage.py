@@ -1,7 +1,7 @@
 """Damage to the files of a store, at rest or under a store that is open.
 
-Each kind gets the folder of a drive, a source of chance, and the folder of another drive: of
-another store, or of the same one at an earlier time.
+The arguments of each function are the folder of a drive, a random source, and the folder of another
+drive: of another store, or of the same one at an earlier time.
 """
 
 import os
@@ -52,13 +52,13 @@ def delete(path: Path, rng: random.Random, _: Path) -> None:
 
 
 def replace(path: Path, rng: random.Random, other: Path) -> None:
-    """A file of the other drive in the place of one of ours: with the same store, a replay."""
+    """Overwrite a file with one of the other drive; with the same store, this is a replay."""
     source = rng.choice(files_in(other))
     shutil.copyfile(source, path / source.name)
 
 
 def replace_anew(path: Path, rng: random.Random, other: Path) -> None:
-    """As `replace`, but a new inode: who has the old file open keeps it."""
+    """Like `replace`, but with a new inode: processes that have the old file open keep it."""
     source = rng.choice(files_in(other))
     (path / source.name).unlink(missing_ok=True)
     shutil.copyfile(source, path / source.name)

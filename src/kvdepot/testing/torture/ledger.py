@@ -1,7 +1,7 @@
-"""What a round has done, written so that it outlives its process, and what must hold for that.
+"""The ledger of a torture round: its actions, and the state of the store that they imply.
 
-A ledger is a file in memory that a parent shares with the children it forks. Each fact is a line,
-written before or after something became true; what a killed child wrote is there.
+A ledger is a file in memory that a parent shares with its forked children, so lines of a killed
+child are kept. Each fact is a line, written before or after the event.
 """
 
 import json
@@ -21,63 +21,63 @@ FAULTS: Final[tuple[Fault, ...]] = (
 
 @dataclass(slots=True)
 class Expectation:
-    """What the facts of a round add up to. Of blocks that are in no set nothing is known.
+    """The state that the facts of a round imply. Blocks that are in no set may be present or not.
 
-    A removal outlives a kill when `remove` has returned, and a power cut when a flush has returned
-    since, or with `fsync = "always"` at once.
+    A removal survives a kill once `remove` has returned, and a power cut once a later flush has
+    returned; with `fsync = "always"` at once.
     """
 
     must: set[int] = field(default_factory=set)
-    """Blocks that a true flush covered and that were on a drive, by the index, at the end."""
+    """Blocks that a successful flush covered and that the index had on a drive at the end."""
     apart: set[int] = field(default_factory=set)
-    """Blocks that are on a drive which is away, and must be there when it is back."""
+    """Blocks on an absent drive that must be present when it returns."""
     left_out: int = 0
-    """How many drives could not be mounted at the last opening."""
+    """Number of drives that could not be mounted at the last opening."""
     flushed: set[int] = field(default_factory=set)
-    """Blocks that a true flush covered since they were put."""
+    """Blocks that a successful flush covered since they were put."""
     removed: set[int] = field(default_factory=set)
-    """Blocks that a removal which returned took away."""
+    """Blocks of removals that have returned."""
     doubtful: set[int] = field(default_factory=set)
-    """Blocks whose removal one drive may know of and another not, because that one was away, or the
-    end came before all had it: they may be seen until the drives meet."""
+    """Removed blocks whose tombstones are not on all drives, because one was absent or the end came
+    before: they may be seen until all drives were open together."""
     begun: set[int] = field(default_factory=set)
     """Blocks of a removal that has not returned."""
     limbo: set[int] = field(default_factory=set)
-    """Such blocks that were seen again: they may stay, or go when the drives meet."""
+    """Doubtful or begun blocks that were seen again: they may stay or be removed later."""
     synced: set[int] = field(default_factory=set)
-    """Those of them whose removal a true flush covered."""
+    """Removed blocks whose removal a successful flush covered."""
     met: set[int] = field(default_factory=set)
-    """Drives that were all there at one opening: each knows of the others' numbers."""
+    """Drives that were present together at one opening and know each other's numbers."""
     put_bytes: int = 0
-    """Put in this round so far."""
+    """Bytes put in this round."""
     snapshot: bool = False
-    """Whether the end told which blocks were on drives."""
-    told: bool = False
-    """Whether the end before the last opening did."""
+    """True if the blocks on drives were recorded at the end."""
+    had_snapshot: bool = False
+    """`snapshot` of the end before the last opening."""
     kept: dict[str, set[int]] = field(default_factory=dict)
-    """Blocks under a contract that a receipt was given for, by session."""
+    """Pinned blocks with a receipt, by session."""
     contracts: int = 0
-    """How many contracts were found kept after an end, all ends together."""
+    """Number of pins that were found intact after an end, of all ends together."""
     cuts: int = 0
     damages: int = 0
     ssds: list[int] = field(default_factory=list)
-    """Drives that were there at the end; empty: as they were at first."""
+    """Drives at the end; empty: the initial ones."""
     segments: int = 0
-    """Of each SSD at the end; 0: as at first."""
+    """Segments of each SSD at the end; 0: the initial number."""
     shrunk: bool = False
-    """Whether there ever was less room than before."""
+    """True if the capacity was ever reduced."""
 
     def take(self, fact: dict[str, Any]) -> None:
         blocks = set(fact["blocks"])
         match fact["fact"]:
             case "open":
-                self.told, self.snapshot = self.snapshot, False
+                self.had_snapshot, self.snapshot = self.snapshot, False
             case "unopened":
-                self.snapshot = self.told
+                self.snapshot = self.had_snapshot
             case "opened":
                 self.left_out = fact["left_out"]
             case "returned":
-                self.apart.clear()  # what it has may have to make room from now on
+                self.apart.clear()  # its blocks may be evicted from now on
             case "cut":
                 self.cuts += 1
             case "pinning" | "pinned" | "unpinning" | "kept":
@@ -110,7 +110,7 @@ class Expectation:
             case "residents":
                 self.snapshot = True
                 self.must = self.flushed & blocks
-                if fact["left_out"] < self.left_out:  # one was mounted again meanwhile, as above
+                if fact["left_out"] < self.left_out:  # one returned, as above
                     self.apart.clear()
             case "present":
                 self._take_present(fact, blocks)
@@ -120,8 +120,8 @@ class Expectation:
                 self.apart.clear()
 
     def _take_present(self, fact: dict[str, Any], blocks: set[int]) -> None:
-        """What was seen after an end is what is known from then on."""
-        wanted = self.apart | (self.must if self.told else set())
+        """Replace the expected state by the blocks that were seen after an end."""
+        wanted = self.apart | (self.must if self.had_snapshot else set())
         self.apart = wanted - blocks - self.removed if fact["away"] else set()
         unsynced = self.removed - self.synced if fact["cut"] else set()
         unsure = self.doubtful | self.begun | unsynced
@@ -136,11 +136,11 @@ class Expectation:
     def _take_contract(self, fact: dict[str, Any], blocks: set[int]) -> None:
         name = fact.get("session", "")
         match fact["fact"]:
-            case "pinning":  # until it has a receipt, the contract before or this one holds
+            case "pinning":  # until the receipt, the previous pin or this one holds
                 self.kept[name] = self.kept.get(name, set()) & blocks
             case "pinned":
                 self.kept[name] = blocks
-                self.limbo -= blocks  # written again: younger than any removal
+                self.limbo -= blocks  # rewritten, so newer than any removal
             case "unpinning":
                 self.kept.pop(name, None)
             case "kept":
@@ -148,7 +148,7 @@ class Expectation:
 
 
 class Ledger:
-    """Facts, in order, and what they add up to. Thread-safe."""
+    """Facts in order, and the state that they imply. Thread-safe."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("kvdepot-torture", os.MFD_CLOEXEC)
@@ -164,11 +164,11 @@ class Ledger:
             self._take_in()
 
     def fault(self, kind: Fault, text: str, count: int = 1) -> None:
-        """Something that must not be."""
+        """Record a violation."""
         self.write("fault", kind=kind, text=text, count=count)
 
     def catch_up(self) -> None:
-        """Know what children have written."""
+        """Read the facts that children have written."""
         with self._lock:
             self._take_in()
 
@@ -183,7 +183,7 @@ class Ledger:
         return [json.loads(line) for line in raw.splitlines()]
 
     def save(self, path: Path) -> None:
-        """Write the facts down, a line of JSON each."""
+        """Write the facts to a file, one line of JSON each."""
         path.write_text("".join(json.dumps(fact) + "\n" for fact in self.everything()))
 
     def close(self) -> None:

@@ -1,12 +1,11 @@
-"""Rounds of torture: a store worked on until its power is cut, it is killed or damaged, and judged.
+"""Torture rounds: a store is used until a power cut, a kill or damage, and then checked.
 
     for outcome in torture(folder, seed=1, jobs=4):
         ...
 
-A round follows from its seed: round `n` of a run that began with seed `s` has the seed `s + n`. It
-runs in children of this process, which itself opens no store and has one thread. Rounds wait most
-of the time, for deadlines and for disks: several at a time, each in a process of its own, are that
-much faster.
+A round is determined by its seed: round `n` of a run with seed `s` has the seed `s + n`. Rounds run
+in child processes; this process opens no store and has one thread. Most of their time rounds wait
+for deadlines and disks, so several at a time are faster.
 """
 
 import faulthandler
@@ -60,19 +59,19 @@ MOMENTS: Final = ("before", "torn", "after", "without")
 
 @dataclass(slots=True)
 class RoundOutcome:
-    """What came of one round."""
+    """The result of one round."""
 
     kind: Kind
     seed: int
     done: int = 0
-    """Cuts, kills or damages."""
+    """Number of cuts, kills or damages."""
     words: str = ""
-    """The tiers it had, for people."""
+    """The tiers of the round, for display."""
     faults: Counter[str] = field(default_factory=Counter)
     texts: list[str] = field(default_factory=list)
-    """What was wrong, one line each."""
+    """Descriptions of the faults, one line each."""
     contracts: int = 0
-    """Contracts of retention that were judged after an end, all ends together."""
+    """Number of pins that were checked after an end, of all ends together."""
 
     @property
     def ok(self) -> bool:
@@ -88,10 +87,10 @@ def torture(
     jobs: int = 1,
     more: Callable[[int], bool] = lambda begun: True,
 ) -> Generator[RoundOutcome]:
-    """Rounds, each in a folder of its own below `folder`, `jobs` at a time, as they end.
+    """Run rounds, `jobs` at a time, each in a folder below `folder`. Yields outcomes as they end.
 
-    `more` is asked before each begins, with the number of those that have begun. Rounds that run
-    when it says no are played to their end; those that run when the iterator is closed are killed.
+    `more` is called before each round with the number of rounds begun. When it returns False, the
+    running rounds are completed; when the iterator is closed, they are killed.
     """
     warm_up()
     begun = 0
@@ -104,25 +103,25 @@ def torture(
                 begun += 1
             if not running:
                 return
-            ended = connection.wait([one.answer for one in running])
-            for one in [one for one in running if one.answer in ended]:
-                running.remove(one)
-                yield one.outcome()
+            ended = connection.wait([each.answer for each in running])
+            for finished in [each for each in running if each.answer in ended]:
+                running.remove(finished)
+                yield finished.outcome()
     finally:
-        for one in running:
-            one.kill()
+        for unfinished in running:
+            unfinished.kill()
 
 
 def warm_up() -> None:
-    """Do here, once, what every forked process would have to do before it opens a store."""
+    """Do the work that every forked process would otherwise do before it opens a store."""
     for blocks in prompts():
         for block in blocks:
             assert block.payload
-    importlib.import_module("numpy.ma")  # `numpy.unique` imports it when it is called first
+    importlib.import_module("numpy.ma")  # the first call of `numpy.unique` imports it
 
 
 class RunningRound:
-    """A round in a process of its own, which leads a group: what it forks goes with it."""
+    """A round in a process that leads a group, so that killing the group kills its children."""
 
     def __init__(self, folder: Path, seed: int, kind: Kind, *, keep: bool) -> None:
         self._empty = RoundOutcome(kind, seed)
@@ -138,26 +137,26 @@ class RunningRound:
         answered.close()
 
     def outcome(self) -> RoundOutcome:
-        """What came of it; waits for its end."""
+        """Wait for the end of the round. Returns its result."""
         try:
             outcome: RoundOutcome = self.answer.recv()
         except EOFError:
             outcome = self._empty
         self._process.join()
         if outcome is self._empty:
-            text = f"error: its process ended with {self._process.exitcode} and told nothing"
+            text = f"error: its process ended with {self._process.exitcode} and without a result"
             outcome.faults["error"] += 1
             outcome.texts.append(text)
         self._close()
         return outcome
 
     def kill(self) -> None:
-        """End it and what it has forked."""
+        """Kill the round and its children."""
         pid = self._process.pid
         assert pid is not None
         try:
             os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has not come to lead its group yet
+        except ProcessLookupError:  # it does not lead its group yet
             self._process.kill()
         self._process.join()
         self._close()
@@ -168,7 +167,7 @@ class RunningRound:
 
 
 def play(folder: Path, seed: int, kind: Kind, *, keep: bool = False) -> RoundOutcome:
-    """One round; its folder is kept where something was wrong and `keep` is set."""
+    """Run one round; with `keep`, its folder is kept if there was a fault."""
     chance = random.Random(f"{kind} {seed}")
     place = folder / f"round-{seed}"
     world = World(place / "drives", TierMix.draw(chance))
@@ -207,7 +206,7 @@ def play(folder: Path, seed: int, kind: Kind, *, keep: bool = False) -> RoundOut
 
 
 def _play_kills(world: World, ledger: Ledger, chance: random.Random, outcome: RoundOutcome) -> None:
-    """A store that is opened, judged, worked on and killed, again and again."""
+    """Open, check, use and kill a store repeatedly."""
     for life in range(LIVES):
         seed = chance.getrandbits(64)
         _pull_or_bring_back(world, ledger, chance)
@@ -228,7 +227,7 @@ def _play_kills(world: World, ledger: Ledger, chance: random.Random, outcome: Ro
 
 
 def _pull_or_bring_back(world: World, ledger: Ledger, chance: random.Random) -> None:
-    """Between two lives: a drive that was away is back, or stays away; or one goes."""
+    """Return the absent drive, take one away, or neither."""
     if chance.random() < 0.7:
         world.bring_back()
     elif world.may_lose_one(ledger.expected.met):
@@ -236,7 +235,7 @@ def _pull_or_bring_back(world: World, ledger: Ledger, chance: random.Random) -> 
 
 
 def _follow(world: World, ledger: Ledger) -> None:
-    """Know what a child did to the number and size of drives."""
+    """Take over the number and size of drives from what a child recorded."""
     expected = ledger.expected
     world.ssds = expected.ssds or world.ssds
     world.ssd_segments = expected.segments or world.ssd_segments
@@ -246,9 +245,9 @@ def _follow(world: World, ledger: Ledger) -> None:
 def in_child(
     world: World, ledger: Ledger, work: Callable[[], None], kill_after_s: float | None = None
 ) -> int:
-    """Do something in a forked process; its exit code, negative for a signal.
+    """Run `work` in a forked process. Returns its exit code, negative for a signal.
 
-    What it raises is a fault in the ledger. It does not outlive HUNG_S.
+    Exceptions are recorded as faults. The process is killed after HUNG_S.
     """
     pid = os.fork()
     if pid == 0:
@@ -280,7 +279,7 @@ def in_child(
 
 
 def _ends(pid: int, timeout_s: float) -> bool:
-    """Wait for the end of a child."""
+    """Wait for the end of a child; False at the timeout."""
     fd = os.pidfd_open(pid)
     try:
         return bool(select.select([fd], [], [], timeout_s)[0])
@@ -289,23 +288,23 @@ def _ends(pid: int, timeout_s: float) -> bool:
 
 
 def _raised(ledger: Ledger, error: BaseException | None) -> None:
-    """A call has raised what it must not."""
+    """Record an unexpected exception."""
     frames = traceback.extract_tb(error.__traceback__ if error else None)
     places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
     ledger.fault("error", f"{type(error).__name__}: {error} ({' > '.join(places[-8:])})")
 
 
-def tell_end(ledger: Ledger, store: Store) -> None:
-    """The end comes: which blocks the drives have by the store's index. Takes the store's lock,
-    and none of a drive: the thread may be at a write.
+def record_residents(ledger: Ledger, store: Store) -> None:
+    """Record the blocks that the index has on drives, before the end. Takes the store's lock, and
+    none of a drive, because the thread may be in a write.
     """
     ledger.write("residents", residents(store), left_out=left_out(store))
 
 
-class LastWords:
-    """Ends this process, after telling which blocks the drives have by the store's index.
+class RecordedKill:
+    """Kills this process after it recorded the blocks that the index has on drives.
 
-    The store's lock is kept from then on: no block leaves between the words and the end.
+    Keeps the store's lock, so that no block is evicted between the record and the kill.
     """
 
     def __init__(self, ledger: Ledger, boundary: int) -> None:
@@ -314,38 +313,38 @@ class LastWords:
         self.store: Store | None = None
 
     def is_due(self, operation: Operation) -> bool:
-        """As `where` of a fault: at this write the end comes."""
+        """The `where` of a fault: True, after recording, at the write boundary of the kill."""
         due = operation.boundary == self._boundary
         if due:
-            self.say()
+            self.record()
         return due
 
-    def say(self) -> None:
+    def record(self) -> None:
         if self.store is None:
             self._ledger.write("unopened")
         elif self.store.inspect().state.lock.acquire(timeout=10.0):
-            tell_end(self._ledger, self.store)
+            record_residents(self._ledger, self.store)
 
-    def end(self) -> None:
-        self.say()
+    def kill(self) -> None:
+        self.record()
         kill_process()
 
 
 def _live(world: World, ledger: Ledger, seed: int, *, last: bool) -> None:
-    """One life of a store, in a child: judge what the life before left, work, and be killed."""
+    """One life of a store, in a child: check the state after the previous life, work, be killed."""
     chance = random.Random(seed)
     if chance.random() < 0.3 or last:
         judge_files(world, ledger)
-    words = LastWords(ledger, chance.randint(1, chance.choice((10, 60, 200))))
+    end = RecordedKill(ledger, chance.randint(1, chance.choice((10, 60, 200))))
     files: FaultyFiles | None = None
     way = chance.choice(("boundary", "instant", "end"))
     before = (descriptors(), threads())
     if way == "boundary" and not world.mix.emulated and not last:
         kill = Kill(chance.choice(MOMENTS))
-        fault = DiskFault(BOUNDARIES, kill, where=words.is_due)
+        fault = DiskFault(BOUNDARIES, kill, where=end.is_due)
         files = FaultyFiles(world.mix.engine, faults=[fault])
     ledger.write("open")
-    store = words.store = world.open(files)
+    store = end.store = world.open(files)
     judge_store(store, world, ledger)
     if last:
         store.close()
@@ -353,7 +352,7 @@ def _live(world: World, ledger: Ledger, seed: int, *, last: bool) -> None:
         judge_files(world, ledger)
         return
     if way == "instant":
-        killer = threading.Timer(chance.uniform(0.0, 0.15), words.end)
+        killer = threading.Timer(chance.uniform(0.0, 0.15), end.kill)
         killer.daemon = True
         killer.start()
     work = StoreSession(world, store, ledger, chance, Trust())
@@ -361,17 +360,17 @@ def _live(world: World, ledger: Ledger, seed: int, *, last: bool) -> None:
     if chance.random() < 0.3:
         work.close()
         if chance.random() < 0.5:
-            words.end()
-        words.store = None
+            end.kill()
+        end.store = None
         world.have_room_for_all()
         ledger.write("open")
-        store = words.store = world.open()
+        store = end.store = world.open()
         StoreSession(world, store, ledger, chance, Trust()).run(chance.randint(1, 6))
-    words.end()
+    end.kill()
 
 
 class TorturedFiles(PowerFiles):
-    """Files whose power is cut, and that tell before which blocks the drives have by the index."""
+    """Files whose power is cut after the blocks that the index has on drives were recorded."""
 
     def __init__(self, chance: random.Random, mix: TierMix, ledger: Ledger) -> None:
         late = chance.choice((0.0, 0.0, 0.0, 0.01))
@@ -380,13 +379,13 @@ class TorturedFiles(PowerFiles):
         self.store: Store | None = None
 
     def cut(self) -> None:
-        """Without power no drive will take a removal: none is waited for from then on."""
+        """Cut the power, and do not wait for tombstones any more: no drive can write them."""
         with self._lock:
             if not self.off:
                 if self.store is None:
                     self._ledger.write("unopened")
                 else:
-                    tell_end(self._ledger, self.store)
+                    record_residents(self._ledger, self.store)
                 self._ledger.write("cut")
             super().cut()
             if self.store is not None:
@@ -394,7 +393,7 @@ class TorturedFiles(PowerFiles):
 
 
 def _play_cuts(world: World, ledger: Ledger, chance: random.Random) -> None:
-    """A store that is opened, judged, worked on and has its power cut, again and again."""
+    """Open, check and use a store and cut its power, repeatedly."""
     before = (descriptors(), threads())
     for _ in range(LIVES):
         _pull_or_bring_back(world, ledger, chance)
@@ -422,7 +421,7 @@ def _live_until_cut(world: World, ledger: Ledger, chance: random.Random) -> None
     except (ConfigError, FormatError) as error:
         if not files.off and not (files.late and isinstance(error, DriveError)):
             raise
-        files.cut()  # where it is not off: the only drive that is there was late, and left out
+        files.cut()  # if power is still on, the only present drive was late and left out
         return
     files.store = store
     if not files.off:
@@ -440,7 +439,7 @@ def _live_until_cut(world: World, ledger: Ledger, chance: random.Random) -> None
 
 
 def _suffer(world: World, ledger: Ledger, chance: random.Random) -> None:
-    """A closed store, damaged in many ways, each time anew, and looked at."""
+    """Damage copies of a closed store in many ways, and check each."""
     for name in ("older", "sound"):
         store = world.open()
         work = StoreSession(world, store, ledger, _branch(chance), Trust())
@@ -468,14 +467,14 @@ def _suffer(world: World, ledger: Ledger, chance: random.Random) -> None:
 
 
 def _branch(chance: random.Random) -> random.Random:
-    """Chance for a part whose draws depend on what the store has done by then: what comes after it
-    follows from the seed all the same.
+    """A random source for a part whose number of draws depends on the store, so that later draws
+    depend only on the seed.
     """
     return random.Random(chance.getrandbits(64))
 
 
 def _look_at_damage(world: World, ledger: Ledger, chance: random.Random) -> None:
-    """Open, read and check what is damaged: right bytes or a miss, and nothing raises."""
+    """Open, read and check a damaged store: every read gives right bytes or a miss."""
     paths = [path for path in (*world.ssd_paths, *world.hdd_paths) if path.is_dir()]
     paths = [path for path in paths if files_in(path)]
     if paths and chance.random() < 0.15:
@@ -483,15 +482,15 @@ def _look_at_damage(world: World, ledger: Ledger, chance: random.Random) -> None
     mode: Mode = chance.choice(("rw", "rw", "r"))
     try:
         store = world.open(mode=mode)
-    except FormatError as error:  # nothing is left that tells of a store
+    except FormatError as error:  # no sign of a store is left
         if mode == "r":
             return
         if "metadata is damaged" not in str(error):
             raise
-        for path in paths:  # what was removed is lost in both copies: not served before a repair
+        for path in paths:  # both copies of tombstones are lost: a repair must come first
             _audit_and_repair(path, ledger)
         store = world.open()
-    except DriveError:  # the only drive of a tier is another store's by now, and does not fit
+    except DriveError:  # the only drive of a tier now belongs to another store
         return
     _, wrong = read_blocks(store, all_blocks())
     for block in wrong:
@@ -507,14 +506,14 @@ def _audit_and_repair(path: Path, ledger: Ledger) -> None:
     try:
         audit(path)
         repair(path)
-    except FormatError:  # nothing is left that tells of a store
+    except FormatError:  # no sign of a store is left
         return
     for finding in audit(path).findings:
         ledger.fault("unclean", f"after a repair: {finding}")
 
 
 def judge_files(world: World, ledger: Ledger) -> None:
-    """The offline check finds nothing. A drive that never came to be has nothing to check."""
+    """The offline check must find nothing on any drive that was initialized."""
     for path in (*world.ssd_paths, *world.hdd_paths):
         if (path / "superblock").exists():
             for finding in audit(path).findings:
@@ -529,12 +528,12 @@ def judge_store(
     cut: bool = False,
     files: PowerFiles | None = None,
 ) -> None:
-    """Everything that must hold after a store's end, however it came."""
+    """Check all that must hold after a store's end."""
     expected, blocks = ledger.expected, all_blocks()
     drives = drive_facts(store)
     ledger.write("opened", drives=drives, left_out=left_out(store))
     present = {block.number for block in blocks if store.match([block.key])}
-    down = any(not drive["healthy"] for drive in drives)  # a write was late, and it rests
+    down = any(not drive["healthy"] for drive in drives)  # paused after a late write
     away = down or bool(world.away())
     gone, must = expected.removed, must_be_there(world, ledger)
     if cut:
@@ -544,9 +543,9 @@ def judge_store(
     if cut and world.mix.fsync == "never":
         gone, must = set(), set()
     for number in sorted(present & gone):
-        ledger.fault("back", f"block {number} was removed and is back")
+        ledger.fault("back", f"block {number} was removed and is present again")
     for number in sorted(set() if away else must - present):
-        ledger.fault("lost", f"block {number} was flushed and is gone")
+        ledger.fault("lost", f"block {number} was flushed and is missing")
     there = [block for block in blocks if block.number in present]
     right, wrong = read_blocks(store, there)
     for block in wrong:
@@ -556,7 +555,7 @@ def judge_store(
     read = {block.number for block in (*right, *wrong)}
     for number in sorted(present - read):
         if store.match([blocks[number].key]):
-            ledger.fault("lost", f"block {number} is there and cannot be read")
+            ledger.fault("lost", f"block {number} is present and cannot be read")
     for finding in store.admin.check(deep=False).findings:
         ledger.fault("unclean", str(finding))
     quarantined = store.stats()["counters"]["quarantined"]
@@ -568,25 +567,25 @@ def judge_store(
 
 
 def judge_contracts(store: Store, ledger: Ledger, present: set[int]) -> None:
-    """Every contract that a receipt was given for is known, and its blocks are there."""
+    """Every pin with a receipt must exist, and its blocks must be present."""
     known = {one["name"]: one["pin"] for one in store.sessions.list(limit=1000)}
     kept = {name: blocks for name, blocks in ledger.expected.kept.items() if blocks}
     for name, blocks in sorted(kept.items()):
         if known.get(name) is None:
-            ledger.fault("broken", f"{name}: its contract is forgotten")
+            ledger.fault("broken", f"{name}: its pin is missing")
         for number in sorted(blocks - present):
-            ledger.fault("broken", f"{name}: block {number} is under contract and gone")
+            ledger.fault("broken", f"{name}: block {number} is pinned and missing")
     ledger.write("kept", count=len(kept))
 
 
 def left_out(store: Store) -> int:
-    """How many volumes could not be opened yet."""
+    """The number of volumes that could not be opened."""
     entries = store.inspect().state.volumes.entries
     return sum(entry.error is not None for entry in entries)
 
 
 def drive_facts(store: Store) -> list[dict[str, Any]]:
-    """For people who read a ledger: the state of each volume."""
+    """The state of each volume, for readers of the ledger."""
     wanted = ("path", "healthy", "reason", "segments", "free_segments", "capacity_bytes", "damage")
     described = [
         one for lower in store.inspect().state.lower_tiers for one in lower.volumes.describe()
@@ -595,12 +594,12 @@ def drive_facts(store: Store) -> list[dict[str, Any]]:
 
 
 def must_be_there(world: World, ledger: Ledger) -> set[int]:
-    """Blocks that no capacity can have pushed out: those that the index had at the end; and where
-    all that was ever put fits several times, all that were flushed.
+    """Blocks that cannot have been evicted: those that the index had at the end, and all flushed
+    blocks if the capacity is at least four times the bytes ever put.
     """
     expected, mix = ledger.expected, world.mix
     there = set(expected.apart)
-    if expected.told:
+    if expected.had_snapshot:
         there |= expected.must
     room = world.ssd_bytes
     if mix.hdds:
@@ -611,7 +610,7 @@ def must_be_there(world: World, ledger: Ledger) -> set[int]:
 
 
 def judge_leaks(ledger: Ledger, before_fds: int, before_threads: list[str]) -> None:
-    """A closed store holds no descriptors and, soon, has no threads."""
+    """A closed store must have no descriptors and, within _SOON_S, no threads."""
     deadline = time.monotonic() + _SOON_S
     while True:
         left = descriptors() - before_fds
@@ -620,6 +619,6 @@ def judge_leaks(ledger: Ledger, before_fds: int, before_threads: list[str]) -> N
             break
         time.sleep(0.005)
     if left > 0:
-        ledger.fault("leaked", f"{left} descriptors stay open", count=left)
+        ledger.fault("leaked", f"{left} descriptors are still open", count=left)
     if names:
-        ledger.fault("leaked", f"threads go on: {', '.join(names)}", count=len(names))
+        ledger.fault("leaked", f"threads still run: {', '.join(names)}", count=len(names))

@@ -1,4 +1,4 @@
-"""What a store goes through until its round's end comes: every kind of call, drawn from a seed."""
+"""The workload of a torture round: random calls of every kind, drawn from a seed."""
 
 import os
 import random
@@ -29,7 +29,7 @@ from kvdepot.testing.torture.world import (
 )
 
 ALLOWANCE_S: Final = 20.0
-"""How much later than its deadline a call may return: machines are busy."""
+"""A call may return this much after its deadline, because test machines are busy."""
 PUT_S: Final = 0.5
 FLUSH_S: Final = 5.0
 CLOSE_S: Final = 30.0
@@ -46,7 +46,7 @@ def threads() -> list[str]:
 
 
 class StoreSession:
-    """One session with an open store. Facts go to the ledger."""
+    """Calls to an open store, recorded in the ledger."""
 
     def __init__(
         self, world: World, store: Store, ledger: Ledger, chance: random.Random, trust: "Trust"
@@ -58,14 +58,14 @@ class StoreSession:
         self._trust = trust
         self._unflushed: set[int] = set()
         self._removed: set[int] = set()
-        """Since the last flush."""
+        """Blocks removed since the last flush."""
         self._leases: list[Lease] = []
         self._was_away = bool(world.away())
         self._change: threading.Thread | None = None
-        """Drains or resizes beside the other calls."""
+        """Drains or resizes concurrently with the other calls."""
 
     def run(self, steps: int, *, stop: Callable[[], bool] = lambda: False) -> None:
-        """So many steps, or until `stop` says so."""
+        """Make `steps` calls, or fewer if `stop` returns True."""
         choices: list[tuple[Callable[[], None], int]] = [
             (self.put, 40),
             (self.get, 16),
@@ -83,14 +83,14 @@ class StoreSession:
             (self.bring_back, 2),
         ]
         for step in self._chance.choices(
-            [one for one, _ in choices], [weight for _, weight in choices], k=steps
+            [call for call, _ in choices], [weight for _, weight in choices], k=steps
         ):
             if stop():
                 return
             step()
 
     def settle(self) -> None:
-        """End what is held and under way, so that the store can be closed."""
+        """Release leases and wait for changes, so that the store can be closed."""
         self.bring_back()
         while self._leases:
             self._leases.pop().release()
@@ -105,7 +105,7 @@ class StoreSession:
             self._change = None
 
     def close(self) -> bool:
-        """Close the store; what was put is flushed if that was true."""
+        """Close the store. If that succeeds, the puts count as flushed."""
         self.settle()
         closed = self._timed("close", 3 * CLOSE_S, lambda: self.store.close(CLOSE_S))
         if closed:
@@ -113,7 +113,7 @@ class StoreSession:
         return bool(closed)
 
     def abandon(self) -> None:
-        """Close a store whose power is gone: it has nothing to flush to."""
+        """Close a store without power, which cannot flush."""
         while self._leases:
             self._leases.pop().release()
         self._timed("close", 3 * CLOSE_S, lambda: self.store.close(2.0))
@@ -163,7 +163,7 @@ class StoreSession:
         self.store.prefetch(keys_of(self._prompt()), 0.5)
 
     def pin(self) -> None:
-        """Put a prompt under contract. A refusal is fine; what has a receipt must stay."""
+        """Pin a prompt. The pin may be refused; with a receipt, the blocks must stay."""
         blocks = self._prompt()
         self._put(blocks)
         name, numbers = f"prompt {blocks[0].prompt}", [block.number for block in blocks]
@@ -192,7 +192,7 @@ class StoreSession:
         self._remove(blocks, lambda: self.store.remove(namespace=space))
 
     def flush(self) -> None:
-        """A flush tells once of blocks that left memory unwritten: they are not asked for again."""
+        """Flush. Blocks evicted unwritten are reported by one flush only, so forget the rest."""
         report = self._timed("flush", FLUSH_S, lambda: self.store.flush(FLUSH_S))
         if report.ok:
             self._covered(set(self._unflushed))
@@ -205,7 +205,7 @@ class StoreSession:
         self._unflushed.clear()
 
     def change_drives(self) -> None:
-        """Drain a drive or add one, beside what follows."""
+        """Drain or add a drive concurrently with the next calls."""
         world = self.world
         self.await_change()
         others = [number for number in range(4) if number not in {*world.ssds, *world.away()}]
@@ -216,7 +216,7 @@ class StoreSession:
             self._begin_change(lambda: self._add(others[0]))
 
     def pull_a_drive(self) -> None:
-        """One goes, with all that is written to it, until it is brought back."""
+        """Take a drive away until it is brought back."""
         self.await_change()
         if self.world.may_lose_one(self._ledger.expected.met):
             self._was_away = True
@@ -234,7 +234,7 @@ class StoreSession:
 
     def _drain(self, number: int) -> None:
         world = self.world
-        self._tell_drives(shrunk=True)
+        self._record_drives(shrunk=True)
         self._timed(
             "drain",
             4 * LIMIT_S,
@@ -242,24 +242,24 @@ class StoreSession:
         )
         if self._trust.holds():
             world.ssds = [one for one in world.ssds if one != number]
-            self._tell_drives()
+            self._record_drives()
 
     def _add(self, number: int) -> None:
         world = self.world
         path = world.ssd_path(number)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         world.ssds = [*world.ssds, number]
-        self._tell_drives()
+        self._record_drives()
         self._timed("add", 4 * LIMIT_S, lambda: self.store.volumes.add("ssd", path))
 
     def _resize(self, segments: int) -> None:
-        """The next opening has the larger size: a drive may wait with shrinking for leases to end,
-        and would drop blocks when it is opened smaller than it is.
+        """Resize. The next opening uses the larger of both sizes: shrinking may still wait for
+        leases, and a drive that is opened smaller than it is drops blocks.
         """
         world = self.world
         shrunk = segments < world.ssd_segments
         world.ssd_segments = max(segments, world.ssd_segments)
-        self._tell_drives(shrunk=shrunk)
+        self._record_drives(shrunk=shrunk)
         nbytes = segments * len(world.ssds) * SEGMENT_BYTES
         self._timed("resize", 4 * LIMIT_S, lambda: self.store.volumes.resize("ssd", nbytes))
 
@@ -277,7 +277,7 @@ class StoreSession:
         self._change = threading.Thread(target=change, name="torture-change", daemon=True)
         self._change.start()
 
-    def _tell_drives(self, *, shrunk: bool = False) -> None:
+    def _record_drives(self, *, shrunk: bool = False) -> None:
         self._ledger.write(
             "drives",
             ssds=self.world.ssds,
@@ -302,7 +302,7 @@ class StoreSession:
         self._removed |= numbers
 
     def _covered(self, blocks: set[int]) -> None:
-        """A flush was complete: these blocks are on drives, and removals are too."""
+        """Record that a flush was complete: these blocks and all removals are on drives."""
         if self._trust.holds():
             self._ledger.write("flushed", blocks, removed=sorted(self._removed))
             self._unflushed -= blocks
@@ -316,7 +316,7 @@ class StoreSession:
         return self._chance.sample(all_blocks(), count)
 
     def _timed(self, label: str, limit_s: float, work: Callable[[], Answer]) -> Answer:
-        """Make a call; note it if it is late."""
+        """Make a call, and record a fault if it returns late."""
         started = time.monotonic()
         answer = work()
         took_s = time.monotonic() - started
@@ -326,7 +326,7 @@ class StoreSession:
 
 
 class Trust:
-    """Whether what a call answers still says something of the disk: not after its power is gone."""
+    """Validity of results: they prove nothing about the disk after the power was cut."""
 
     def __init__(self, files: PowerFiles | None = None) -> None:
         self._files = files
@@ -336,7 +336,7 @@ class Trust:
 
 
 def _owing(volumes: VolumeSet) -> Literal["none", "some", "all"]:
-    """Which volumes, of those that are there, could not write removals down yet."""
+    """The part of the present volumes that has not written all tombstones yet."""
     behind = volumes.metadata.behind()
     present = [entry for entry in volumes.entries if not entry.retired]
     owing = [entry for entry in present if entry in behind and not entry.volume.facts().lost]

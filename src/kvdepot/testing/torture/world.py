@@ -1,4 +1,4 @@
-"""What a round of torture works on: tiers drawn from a seed, folders of drives, blocks."""
+"""The store of a torture round: random tiers, folders of drives, and blocks."""
 
 import faulthandler
 import random
@@ -21,7 +21,7 @@ from kvdepot.testing.images import payload_for
 BLOCK_TOKENS: Final = 4
 SEGMENT_BYTES: Final = 64 << 10
 LIMIT_S: Final = 10.0
-"""Of every put, read and write: long, so that a busy machine is not taken for a slow disk."""
+"""Timeout of puts, reads and writes; long, because a busy machine may look like a slow disk."""
 HARD_DRIVE: Final = DriveModel(read_bandwidth=200_000_000, write_bandwidth=200_000_000, seek=0.002)
 SPACES: Final = (
     Namespace(model="small", layout=KVLayout.opaque(6_000, BLOCK_TOKENS, 3)),
@@ -29,7 +29,7 @@ SPACES: Final = (
     Namespace(model="brief", layout=KVLayout.opaque(4_096, BLOCK_TOKENS)),
 )
 PROMPTS: Final = ((10, 6), (6, 3), (5, 4))
-"""Of each namespace: how many prompts, of how many blocks."""
+"""Number of prompts, and of blocks of each prompt, by namespace."""
 
 WriteModeName = Literal["write-back", "write-through", "write-through-selective", "pass-through"]
 FsyncName = Literal["never", "flush", "always"]
@@ -38,13 +38,13 @@ EvictionName = Literal["default", "lru", "fifo", "lfu", "s3fifo"]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One of the blocks that rounds put, get and remove, known by its number."""
+    """A block that rounds put, get and remove."""
 
     number: int
     key: BlockKey
     nbytes: int
     space: int
-    """Which of SPACES."""
+    """Index into SPACES."""
     prompt: int
 
     @property
@@ -59,16 +59,16 @@ def _payload(key: BlockKey, nbytes: int) -> bytes:
 
 @cache
 def all_blocks() -> tuple[Block, ...]:
-    """Every block that there is, prompt by prompt."""
-    found: list[Block] = []
+    """All blocks, prompt by prompt."""
+    blocks: list[Block] = []
     prompt = 0
-    for number, (space, (prompts, blocks)) in enumerate(zip(SPACES, PROMPTS, strict=True)):
+    for number, (space, (prompts, length)) in enumerate(zip(SPACES, PROMPTS, strict=True)):
         for _ in range(prompts):
-            tokens = [prompt * 1000 + at for at in range(blocks * BLOCK_TOKENS)]
+            tokens = [prompt * 1000 + at for at in range(length * BLOCK_TOKENS)]
             for key in space.keys(tokens):
-                found.append(Block(len(found), key, space.layout.block_bytes, number, prompt))
+                blocks.append(Block(len(blocks), key, space.layout.block_bytes, number, prompt))
             prompt += 1
-    return tuple(found)
+    return tuple(blocks)
 
 
 @cache
@@ -86,13 +86,13 @@ class TierMix:
 
     ssds: int
     ssd_segments: int
-    """Of each drive."""
+    """Segments of each drive."""
     ssd_mode: WriteModeName
     hdds: int
     hdd_segments: int
     hdd_mode: WriteModeName
     emulated: bool
-    """Whether hard drives are as slow as hard drives are."""
+    """True if the hard-drive tier has the speed of HARD_DRIVE."""
     fsync: FsyncName
     engine: EngineKind
     eviction: EvictionName
@@ -123,7 +123,7 @@ class TierMix:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The mix as text."""
         lower = f"{self.ssds} ssd ({self.ssd_segments} segments each, {self.ssd_mode})"
         if self.hdds:
             kind = "emulated hdd" if self.emulated else "hdd"
@@ -133,7 +133,7 @@ class TierMix:
 
 @dataclass(slots=True)
 class World:
-    """A folder with drives, and what is known of their number and size by now."""
+    """A folder with drives, and their number and size."""
 
     folder: Path
     mix: TierMix
@@ -147,11 +147,11 @@ class World:
 
     @property
     def stacks_path(self) -> Path:
-        """Where the stacks of a process that does not end are, beside the drives."""
+        """The file for the stacks of a process that hangs."""
         return self.folder.with_name("stacks.txt")
 
     def write_stacks(self, about: str) -> None:
-        """What every thread of this process is at."""
+        """Write the stacks of all threads of this process."""
         with self.stacks_path.open("a") as file:
             file.write(f"{about}\n")
             file.flush()
@@ -162,19 +162,19 @@ class World:
             path.parent.mkdir(mode=0o700, exist_ok=True)
 
     def ssd_path(self, number: int) -> Path:
-        """Each drive lies in a folder of its own, which can be taken away as a mount can."""
+        """The path of a drive, in a folder of its own that can be taken away like a mount."""
         return self._mount(number) / "kv"
 
     def take_away(self, number: int) -> None:
-        """As a drive that is pulled."""
+        """Simulate pulling a drive."""
         self._mount(number).rename(self.folder / f"away-{number}")
 
     def may_lose_one(self, met: set[int]) -> bool:
-        """Whether those that stay know of the one that goes, and none is away."""
+        """True if no drive is away and all know each other."""
         return len(self.ssds) > 1 and set(self.ssds) <= met and not self.away()
 
     def bring_back(self) -> None:
-        """All drives that were taken away."""
+        """Return all drives that were taken away."""
         for path in self.folder.glob("away-*"):
             path.rename(self._mount(int(path.name.removeprefix("away-"))))
 
@@ -197,10 +197,10 @@ class World:
         return len(self.ssds) * self.ssd_segments * SEGMENT_BYTES
 
     def have_room_for_all(self) -> None:
-        """Be opened with no less room than any SSD takes on disk; none may be open.
+        """Set the capacity of the next opening to at least what any SSD takes on disk.
 
-        A drive that is made smaller has more segments than it may until blocks have moved, and the
-        end may come while it begins one more. Opened with less room, it drops the oldest.
+        No drive may be open. A drive that is being shrunk has too many segments until blocks have
+        moved, and may start another one before the end. Opened with less room, it drops the oldest.
         """
         drives = [*self.folder.glob("ssd-*/kv"), *self.folder.glob("away-*/kv")]
         segments = (len(list(drive.glob("segment-*.kvs"))) for drive in drives)
@@ -256,7 +256,7 @@ def keys_of(blocks: Iterable[Block]) -> list[BlockKey]:
 
 
 def residents(store: Store) -> list[int]:
-    """Numbers of the blocks that a file tier has, by the store's own index. Takes its lock."""
+    """Numbers of the blocks that the index has on a file tier. Takes the store's lock."""
     view = store.inspect()
     with view.state.lock:
         rows = view.catalog.rows(keys_of(all_blocks()))
@@ -269,7 +269,7 @@ def residents(store: Store) -> list[int]:
 
 
 def read_blocks(store: Store, blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
-    """Get blocks: those that came with the right bytes, and those that came with wrong ones."""
+    """Get blocks. Returns the hits with right bytes and the hits with wrong bytes."""
     right: list[Block] = []
     wrong: list[Block] = []
     for start in range(0, len(blocks), 8):
