@@ -124,7 +124,7 @@ def test_prompts_longer_than_gpu_memory_are_told(capsys: pytest.CaptureFixture[s
     assert main(["sim", "--workload", "multi-turn", *words]) == 2
     said = capsys.readouterr().err
     assert "none of the 2 requests fits" in said or "none of the 4 requests fits" in said
-    assert "hint: more GPUs" in said
+    assert "hint: use more GPUs" in said
 
 
 def test_an_overloaded_fleet_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,14 +164,14 @@ def find_disk(device: str, root: Path = HERE) -> Disk | None:
 
 def find_mount(path: Path, root: Path = HERE) -> tuple[str, str]:
     """Filesystem and `major:minor` of a resolved path: of the deepest mount, and the last there."""
-    found, deepest = ("unknown", ""), ""
+    mount, deepest = ("unknown", ""), ""
     for line in read_text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields = before.split()
         point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code.group(1), 8)), fields[4])
         if path.is_relative_to(point) and len(point) >= len(deepest):
-            found, deepest = (after.split()[0], fields[2]), point
-    return found
+            mount, deepest = (after.split()[0], fields[2]), point
+    return mount
 
 
 def list_gpus(root: Path) -> Iterator[str]:

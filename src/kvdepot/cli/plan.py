@@ -104,8 +104,8 @@ def document(plan: Plan) -> dict[str, Any]:
 
 
 def report_of(plan: Plan) -> Report:
-    scenario, found = plan.scenario, plan.bottleneck
-    limit = f"limit: {found.name}, {found.share:.0%} of the mean time to first token; "
+    scenario, bottleneck = plan.scenario, plan.bottleneck
+    limit = f"limit: {bottleneck.name}, {bottleneck.share:.0%} of the mean time to first token; "
     tiers = [tiers_table(plan)] if plan.chosen.tiers else []
     return Report(
         scenario.title or scenario.model,
@@ -115,7 +115,7 @@ def report_of(plan: Plan) -> Report:
             Section("What to buy", [verdict(plan), *tiers]),
             Section(
                 "What it does",
-                [facts_table(plan), limit + found.reason, f"saved: {savings_text(plan)}"],
+                [facts_table(plan), limit + bottleneck.reason, f"saved: {savings_text(plan)}"],
                 SAVINGS_CAPTION,
             ),
             Section("What to buy next", [next_table(plan)]),
@@ -234,18 +234,18 @@ def verdict(plan: Plan) -> str:
 
 def savings_text(plan: Plan) -> str:
     """One sentence: GPUs, money and payback, or why there is none."""
-    found = plan.savings()
-    if found is None:
+    savings = plan.savings()
+    if savings is None:
         enough = {one.name: one.enough for one in plan.alternatives}
         mix = "the chosen mix" if enough[CHOSEN] is None else "GPU memory alone"
         return f"cannot be compared: no number of nodes reaches the p95 with {mix}"
-    money = money_text(plan.parts, abs(found.per_month))
-    if found.per_month > 0:
-        gpus = f"{found.gpus_saved:,} GPUs fewer, " if found.gpus_saved else ""
-        return f"{gpus}{money} a month less; payback {payback_text(found.payback_months)}"
-    if found.gpus_saved > 0:
-        return f"{found.gpus_saved:,} GPUs, at {money} a month more than without kvdepot"
-    nodes = format_count(found.nodes_without, "node")
+    money = money_text(plan.parts, abs(savings.per_month))
+    if savings.per_month > 0:
+        gpus = f"{savings.gpus_saved:,} GPUs fewer, " if savings.gpus_saved else ""
+        return f"{gpus}{money} a month less; payback {payback_text(savings.payback_months)}"
+    if savings.gpus_saved > 0:
+        return f"{savings.gpus_saved:,} GPUs, at {money} a month more than without kvdepot"
+    nodes = format_count(savings.nodes_without, "node")
     return f"nothing: {money} a month more than without kvdepot, which needs {nodes} for the p95"
 
 

@@ -282,7 +282,7 @@ def simulate(
             "GPU memory",
             f"none of the {findings.refused:,} requests fits: prompts and answers are longer than "
             "the space that the weights leave",
-            hint="use more GPUs for a copy (--set fleet.tp=N) or another GPU (--set fleet.gpu=NAME)",
+            hint="use more GPUs for a copy (--set fleet.tp=N), or GPUs with more memory",
         )
     elapsed_s = time.perf_counter() - started_s
     return Simulation(machines, findings, bill_of(findings, machines, parts), elapsed_s)
@@ -290,39 +290,39 @@ def simulate(
 
 def fleet_document(done: Simulation, notes: list[str]) -> dict[str, Any]:
     """Depends on the input and the seed alone, except for the last two fields."""
-    found, bill = done.findings, done.bill
-    names = [HBM, *(flow.tier for flow in found.tiers)]
+    findings, bill = done.findings, done.bill
+    names = [HBM, *(flow.tier for flow in findings.tiers)]
     return {
         **compared_figures(done),
-        "refused": found.refused,
-        "fetch_s": found.fetch,
-        "tokens_asked": found.tokens_asked,
-        "tokens_answered": found.tokens_answered,
-        "token_hit_ratio_by_tier": {name: found.hit_ratio(name) for name in names},
-        "tiers": found.tiers,
-        "gpu_prefill_busy": found.gpu_prefill_busy,
+        "refused": findings.refused,
+        "fetch_s": findings.fetch,
+        "tokens_asked": findings.tokens_asked,
+        "tokens_answered": findings.tokens_answered,
+        "token_hit_ratio_by_tier": {name: findings.hit_ratio(name) for name in names},
+        "tiers": findings.tiers,
+        "gpu_prefill_busy": findings.gpu_prefill_busy,
         "gpu_power_w": bill.gpu_power_w,
         "writes_bytes_per_day": bill.writes_bytes_per_day,
         "price": bill.cost.price,
         "power_w": bill.cost.power_w,
         "baseline": compared_figures(done.baseline) if done.baseline else None,
         "notes": notes,
-        "block_events": found.block_events,
+        "block_events": findings.block_events,
         "elapsed_s": done.elapsed_s,
-        "block_events_per_s": found.block_events / done.elapsed_s,
+        "block_events_per_s": findings.block_events / done.elapsed_s,
     }
 
 
 def compared_figures(done: Simulation) -> dict[str, Any]:
     """The figures that are compared with the run without kvdepot."""
-    found = done.findings
+    findings = done.findings
     return {
-        "requests": len(found.served),
-        "duration_s": found.duration_s,
-        "ttft_s": found.ttft,
-        "end_to_end_s": found.end_to_end,
-        "token_hit_ratio": found.hit_ratio(),
-        "gpu_busy": found.gpu_busy,
+        "requests": len(findings.served),
+        "duration_s": findings.duration_s,
+        "ttft_s": findings.ttft,
+        "end_to_end_s": findings.end_to_end,
+        "token_hit_ratio": findings.hit_ratio(),
+        "gpu_busy": findings.gpu_busy,
         "gpu_energy_kwh": done.bill.gpu_energy_kwh,
         "cost_per_million_tokens": done.bill.cost.per_million_tokens,
     }
@@ -330,19 +330,19 @@ def compared_figures(done: Simulation) -> dict[str, Any]:
 
 def overloads(done: Simulation) -> Iterator[str]:
     """GPUs and tiers that cannot keep up: the times are then those of a queue."""
-    found = done.findings
+    findings = done.findings
     if done.baseline is not None and done.baseline.findings.gpu_busy > BUSY:
         busy = done.baseline.findings.gpu_busy
         yield (
             f"overloaded: without kvdepot the GPUs are busy {busy:.0%} of the time, so the times "
             "are those of a queue, which grow with the length of the run"
         )
-    if found.gpu_busy > BUSY:
+    if findings.gpu_busy > BUSY:
         yield (
-            f"overloaded: the GPUs are busy {found.gpu_busy:.0%} of the time, so the times are "
+            f"overloaded: the GPUs are busy {findings.gpu_busy:.0%} of the time, so the times are "
             "those of a queue; use fewer requests a second, or more GPUs"
         )
-    for flow in found.tiers:
+    for flow in findings.tiers:
         if flow.write_busy + flow.read_busy > BUSY:
             yield (
                 f"overloaded: {flow.tier} reads {flow.read_busy:.0%} and writes "
@@ -352,30 +352,30 @@ def overloads(done: Simulation) -> Iterator[str]:
 
 
 def fleet_report(name: str, done: Simulation, notes: Sequence[str]) -> Report:
-    found, machines = done.findings, done.machines
+    findings, machines = done.findings, done.machines
     lead = (
         f"{machines.model}, {format_count(machines.nodes, 'node')} with {machines.copies} × "
-        f"{machines.tp} {machines.gpu}; {format_count(len(found.served), 'request')} in "
-        f"{found.duration_s:,.0f} simulated seconds"
+        f"{machines.tp} {machines.gpu}; {format_count(len(findings.served), 'request')} in "
+        f"{findings.duration_s:,.0f} simulated seconds"
     )
-    lead += f"; {found.refused:,} refused, too long for GPU memory" if found.refused else ""
+    lead += f"; {findings.refused:,} refused, too long for GPU memory" if findings.refused else ""
     sections = [
-        Section("Times", [times_table(found)]),
+        Section("Times", [times_table(findings)]),
         Section("Tiers", [tiers_table(done)]),
         Section("In all", [compared_table(done)], BASELINE_CAPTION),
     ]
     if notes:
         sections.insert(0, Section("Notes", notes, page_only=True))
-    if found.served:
-        sections.append(Section("Time to first token", [ttft_chart(found)], page_only=True))
+    if findings.served:
+        sections.append(Section("Time to first token", [ttft_chart(findings)], page_only=True))
     return Report(f"kvdepot sim: {name}", lead, sections)
 
 
-def times_table(found: Findings) -> Table:
+def times_table(findings: Findings) -> Table:
     spreads = {
-        "time to first token": found.ttft,
-        "end to end": found.end_to_end,
-        "fetch": found.fetch,
+        "time to first token": findings.ttft,
+        "end to end": findings.end_to_end,
+        "fetch": findings.fetch,
     }
     rows = [
         (name, *(f"{value:.4f}" for value in (spread.mean, spread.p50, spread.p95, spread.p99)))
@@ -436,8 +436,8 @@ def compared_table(done: Simulation) -> Table:
     return Table((*heads, "USD a million tokens"), rows)
 
 
-def ttft_chart(found: Findings) -> Bars:
-    times = np.array([one.ttft_s for one in found.served])
+def ttft_chart(findings: Findings) -> Bars:
+    times = np.array([one.ttft_s for one in findings.served])
     most = max(float(np.percentile(times, 99)), 1e-9)
     counted, edges = np.histogram(np.minimum(times, most), bins=CLASSES, range=(0.0, most))
     names = [*(f"{edge:.3g} s" for edge in edges[1:-1].tolist()), "later"]

@@ -73,12 +73,12 @@ def check_store(path: Path) -> UpgradeFinding:
         return UpgradeFinding(what, "stop", f"cannot be read: {error.strerror}", todo)
     if not any(page):
         return UpgradeFinding(what, "note", "no store yet", "the first start creates it")
-    found = VolumeHeader.parse(page)
-    if found is None:
+    header = VolumeHeader.parse(page)
+    if header is None:
         return UpgradeFinding(what, "stop", "damaged superblock", f"kvdepot check --repair {path}")
-    if isinstance(found, int):
-        older = "an older" if found < FORMAT else "a newer"
-        reason = f"format {found}, of {older} kvdepot; this version reads {FORMAT}"
+    if isinstance(header, int):
+        older = "an older" if header < FORMAT else "a newer"
+        reason = f"format {header}, of {older} kvdepot; this version reads {FORMAT}"
         todo = "give this version an empty path, or keep the old version"
         return UpgradeFinding(what, "stop", reason, todo)
     return UpgradeFinding(what, "ok", f"format {FORMAT}")

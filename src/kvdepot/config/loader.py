@@ -352,7 +352,8 @@ _READERS: Final[dict[Any, Callable[[Any], Any]]] = {
 
 def show(config: Any) -> dict[str, Any]:
     """The values of a dataclass tree for JSON, sizes and times with units, secrets masked."""
-    hints = _hints(type(config))
+    cls: Any = type(config)
+    hints = _hints(cls)
     return {
         item.name: _shown(hints[item.name], getattr(config, item.name))
         for item in _shown_fields(type(config), config)

@@ -52,16 +52,15 @@ def set_values(text: str, changes: Mapping[str, Any]) -> str:
 
 def _set_one(text: str, name: Path, value: str) -> str:
     statements = list(_statements(text))
-    for number, one in enumerate(statements):
-        if one.key == name:
-            before = one.text[: one.text.index("=") + 1]
-            changed = f"{before} {value}{_comment(one.text)}\n"
+    for number, statement in enumerate(statements):
+        if statement.key == name:
+            before = statement.text[: statement.text.index("=") + 1]
+            changed = f"{before} {value}{_comment(statement.text)}\n"
             return _joined(statements[:number], changed, statements[number + 1 :])
-    for number, one in enumerate(statements):
-        if one.table == name[:-1] and not one.key and one.text.lstrip().startswith("["):
-            return _joined(
-                statements[: number + 1], f"{name[-1]} = {value}\n", statements[number + 1 :]
-            )
+    for number, statement in enumerate(statements, start=1):
+        is_header = not statement.key and statement.text.lstrip().startswith("[")
+        if is_header and statement.table == name[:-1]:
+            return _joined(statements[:number], f"{name[-1]} = {value}\n", statements[number:])
     table = ".".join(name[:-1])
     return f"{text.rstrip()}\n\n[{table}]\n{name[-1]} = {value}\n".lstrip()
 

@@ -233,7 +233,7 @@ class Catalog:
         self.leased += len(rows)
 
     def unlease(self, rows: Sequence[int]) -> list[int]:
-        """Undo one `lease`. Returns the deleted rows that have no lease any more."""
+        """Undo one `lease`. Returns rows without leases that are deleted or in no tier."""
         if len(rows) < FEW:
             for row in rows:
                 self._leases.view[row] -= 1

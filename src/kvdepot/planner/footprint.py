@@ -105,15 +105,16 @@ def footprint_of(
     """Raises ConfigError for an invalid config, codec or number of shards."""
     if tp < 1:
         raise ConfigError("tp", f"must be at least 1, got {tp}")
-    found = Footprint(model.layout(dtype=dtype, block_tokens=block_tokens), find_codec(codec), tp)
+    layout = model.layout(dtype=dtype, block_tokens=block_tokens)
+    footprint = Footprint(layout, find_codec(codec), tp)
     try:
-        found.gpu_bytes_per_token  # noqa: B018  raises for heads that do not divide
+        footprint.gpu_bytes_per_token  # noqa: B018  raises for heads that do not divide
     except ConfigError as error:
         reason = str(error).removeprefix(f"{error.path}: ")
-        fitting = [size for size in TP_SIZES if _divides(found.layout, size)]
+        fitting = [size for size in TP_SIZES if _divides(footprint.layout, size)]
         hint = f"{', '.join(map(str, fitting))} work for this model" if fitting else error.hint
         raise ConfigError("tp", reason, hint=hint) from error
-    return found
+    return footprint
 
 
 def _divides(layout: ModelLayout, tp: int) -> bool:

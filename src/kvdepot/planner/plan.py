@@ -104,7 +104,7 @@ class Purchase:
 
 def purchases(evaluate: Evaluate, parts: Parts, chosen: MixOutcome) -> list[Purchase]:
     """The next purchase of every part, the one that saves most for its money first."""
-    found = []
+    options = []
     for index, (name, device) in enumerate(parts.tiers.items()):
         have = chosen.mix.units[index]
         more = [count for count in sorted(device.counts) if count > have]
@@ -112,10 +112,10 @@ def purchases(evaluate: Evaluate, parts: Parts, chosen: MixOutcome) -> list[Purc
             units = list(chosen.mix.units)
             units[index] = more[0]
             after = evaluate(replace(chosen.mix, units=tuple(units)), chosen.nodes)
-            found.append(_purchase(name, more[0] - have, chosen, after, parts))
+            options.append(_purchase(name, more[0] - have, chosen, after, parts))
     node = evaluate(chosen.mix, chosen.nodes + 1)
-    found.append(_purchase("node with GPUs", 1, chosen, node, parts))
-    return sorted(found, key=lambda one: -one.saved_ms_per_1000)
+    options.append(_purchase("node with GPUs", 1, chosen, node, parts))
+    return sorted(options, key=lambda one: -one.saved_ms_per_1000)
 
 
 def _purchase(
@@ -275,15 +275,15 @@ def swings(
             reached=not cheapest.misses(changed.goal),
         )
 
-    found = []
+    results = []
     for one in UNCERTAIN:
         low, high = end(one, one.low), end(one, one.high)
         effect = max(
             abs(math.log(late_s(high) / late_s(low))),
             abs(math.log(high.per_million_tokens / low.per_million_tokens)),
         )
-        found.append(Swing(one.name, one.why, low, high, effect))
-    return sorted(found, key=lambda swing: -swing.effect)
+        results.append(Swing(one.name, one.why, low, high, effect))
+    return sorted(results, key=lambda swing: -swing.effect)
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,9 +143,9 @@ def optimum(workload: Workload, tier: str, capacity_blocks: int, progress: Progr
                 evicted += 1
         if number % 256 == 0:
             progress(number)
-    found = {tier: hit_tokens}
+    hits = {tier: hit_tokens}
     share = _share_of_all(saved, workload)
-    return HitCounts(workload.tokens_asked, found, asked, entered, evicted, share)
+    return HitCounts(workload.tokens_asked, hits, asked, entered, evicted, share)
 
 
 def prefill_work(tokens: float) -> float:

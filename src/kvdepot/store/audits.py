@@ -155,7 +155,7 @@ class AuditService(DepotAudits):
         entry = MetaEntry(kind, name, self._state.stamps.next(), value)
         written = self._state.volumes.metadata.put([entry], sync_s)
         if written.should and not written.have:
-            _logger.warning("kvdepot: no drive could store the result of an audit; a restart loses it")
+            _logger.warning("kvdepot: the result of an audit could not be written to a drive")
 
     def _publish(self) -> None:
         self._engine.access.quarantine(self._quarantined)

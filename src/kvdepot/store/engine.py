@@ -81,7 +81,7 @@ class Access:
             known = self._sizes.get(word, size)
             if known != size:
                 raise ConfigError(
-                    "layout", f"the namespace is registered with blocks of {known.block_bytes} bytes"
+                    "layout", f"the namespace already has blocks of {known.block_bytes} bytes"
                 )
             if word in caller.spaces:
                 return

@@ -187,7 +187,7 @@ class Events:
                     observer.observe(batch)
                 except Exception:
                     self._observers.remove(observer)
-                    _log.exception("%s raised an exception and was unsubscribed", type(observer).__name__)
+                    _log.exception("unsubscribed %s after an exception", type(observer).__name__)
 
     def close(self) -> None:
         """Deliver the remaining events and end the thread. Blocks."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 Stats = Mapping[str, Any]
 Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Values of the labels, and the value."""
+"""Samples: the values of the labels, and the value."""
 _LABEL: Final = re.compile(r"(?P<prefix>\w*)\{(?P<name>\w+)(?::(?P<choices>[^}]+))?\}")
 _UNITS: Final = ("seconds", "bytes", "blocks", "tokens", "joules", "ratio")
 
@@ -40,7 +40,7 @@ class Metric:
     help: str
     labels: tuple[str, ...] = ()
     reader: Callable[[Stats], Any] | None = None
-    """Reads what no path can say. The reader of a histogram gives (labels, counts by power of two
+    """Computes values that have no path. For a histogram it yields (labels, counts by power of two
     of microseconds, sum).
     """
 
@@ -126,7 +126,7 @@ def _evicted(stats: Stats) -> Samples:
 
 
 def _latency(stage: str) -> Callable[[Stats], Any]:
-    """Histograms of one stage; the label is the tier or the request, if it has one."""
+    """A reader of the histograms of one stage. The label is the tier or the request, if any."""
 
     def read(stats: Stats) -> Iterator[tuple[tuple[str, ...], list[int], float]]:
         for one in stats.get("traffic", {}).get("latencies", ()):
@@ -161,13 +161,13 @@ def _build(stats: Stats) -> Samples:
 
 
 def served_tokens(stats: Stats) -> float:
-    """Tokens of the blocks that were given back: the engine did not compute them."""
+    """Tokens of served blocks, which the engine did not compute."""
     return float(stats.get("ledger", {}).get("tokens", 0.0))
 
 
 def hit_ratio(stats: Stats) -> float | None:
-    """The share of looked-up blocks that were there. Counts matches or, without any, leases; None
-    before the first lookup.
+    """The share of looked-up blocks that were found. Counts matches or, if there are none, leases;
+    None before the first lookup.
     """
     lookups = stats.get("traffic", {}).get("lookups", {})
     for call in ("match", "lease"):
@@ -191,7 +191,7 @@ def joules_saved(stats: Stats) -> float | None:
 
 
 def derived(stats: Stats) -> dict[str, float | None]:
-    """The figures that people look at first."""
+    """The most important figures."""
     return {
         "hit_ratio": hit_ratio(stats),
         "tokens": served_tokens(stats),
@@ -250,40 +250,40 @@ METRICS: Final = (
         "kvdepot_hit_ratio",
         "gauge",
         "traffic.lookups",
-        "Share of the blocks looked up that were there, since the start.",
+        "Share of looked-up blocks that were found, since the start.",
         (),
         _one(hit_ratio),
     ),
     _counter(
-        "get_blocks", "counters.get_{tier}", "Blocks given back, by the tier that they came from."
+        "get_blocks", "counters.get_{tier}", "Blocks served, by the tier that they were read from."
     ),
     _counter(
-        "get_missed_blocks", "counters.get_miss", "Blocks that were asked for and not given back."
+        "get_missed_blocks", "counters.get_miss", "Blocks that were requested and not served."
     ),
     _counter(
         "get_bytes",
         "traffic.served_bytes.{tier}",
-        "Bytes given back, by the tier that they came from.",
+        "Bytes served, by the tier that they were read from.",
     ),
     _counter(
         "get_tokens",
         "ledger.tiers.{tier}",
-        "Tokens of the blocks given back; each of N shards of a model counts as one Nth.",
+        "Tokens of the blocks served; each of N shards of a model counts as one Nth.",
     ),
     _counter(
         "put_blocks",
         "counters.put_{outcome:stored,present,throttled,refused}",
-        "Blocks offered to the store, by what became of them.",
+        "Blocks offered to the store, by result.",
     ),
     _counter(
         "deferred_blocks",
         "counters.put_deferred",
-        "Of the blocks stored: taken while too much waited to be written.",
+        "Stored blocks that were accepted while the write queue was full.",
     ),
     _counter("put_bytes", "counters.put_bytes", "Bytes of the blocks that were stored."),
     _counter("written_blocks", "counters.written", "Blocks written from memory to drives."),
     _counter(
-        "written_bytes", "counters.written_bytes", "Bytes of these blocks, as they lie on drives."
+        "written_bytes", "counters.written_bytes", "Bytes of the records of these blocks."
     ),
     _counter(
         "write_failed_blocks",
@@ -303,13 +303,13 @@ METRICS: Final = (
     _counter(
         "reclaimed_segments",
         "counters.reclaimed_segments",
-        "Segments of drives that were made free.",
+        "Segments of drives that were freed.",
     ),
     Metric(
         "kvdepot_evicted_blocks_total",
         "counter",
         "counters.evicted_{tier}, counters.drained_{tier}",
-        "Copies dropped from a tier: to make room, or with a drained drive.",
+        "Copies dropped from a tier: evicted, or lost with a drained drive.",
         ("tier", "reason"),
         _evicted,
     ),
@@ -317,12 +317,12 @@ METRICS: Final = (
     _counter(
         "lost_events",
         "counters.events_lost",
-        "Events that were not counted, because too many came at a time.",
+        "Events that were dropped and not counted, because too many waited.",
     ),
     _counter(
         "removals_unrecorded",
         "counters.removal_unrecorded",
-        "Removals that could not be written down: the blocks may come back after a restart.",
+        "Removals that could not be recorded: the blocks may come back after a restart.",
     ),
     _counter(
         "corrupt_blocks",
@@ -337,25 +337,25 @@ METRICS: Final = (
     _counter(
         "admission_refused_blocks",
         "counters.{reason:wear=bypassed,thrashing=held_below}",
-        "Blocks kept off the fastest drives: not worth the wear, or the tier thrashes.",
+        "Blocks not written to the fastest drives: not worth the wear, or the tier thrashes.",
     ),
     _histogram("get_duration", (), "Time of a call that gets blocks.", "get"),
     _histogram("put_duration", (), "Time of a call that puts blocks.", "put"),
     _histogram("reserve_duration", (), "Time of a call that reserves memory.", "reserve"),
     _histogram("read_duration", ("tier",), "Time to read one wave of blocks from a drive.", "read"),
     _histogram(
-        "write_duration", ("tier",), "Time to append one run of blocks to a drive.", "write"
+        "write_duration", ("tier",), "Time to append one batch of blocks to a drive.", "write"
     ),
     _histogram("request_duration", ("request",), "Time of a client's request.", "request"),
     _gauge("blocks", "blocks", "Blocks that the store knows."),
     _gauge("tier_blocks", "tiers.{tier}.blocks", "Blocks that a tier has."),
-    _gauge("tier_used_bytes", "tiers.{tier}.used_bytes", "Room that blocks take."),
-    _gauge("tier_capacity_bytes", "tiers.{tier}.capacity_bytes", "Room that there is."),
+    _gauge("tier_used_bytes", "tiers.{tier}.used_bytes", "Bytes of the blocks of a tier."),
+    _gauge("tier_capacity_bytes", "tiers.{tier}.capacity_bytes", "Capacity of a tier."),
     _gauge("tier_healthy", "tiers.{tier}.healthy", "1: all drives of the tier work."),
     _gauge(
         "tier_thrashing",
         "tiers.{tier}.thrashing",
-        "1: promotion to the tier is held back, since it only pushes out what is in use.",
+        "1: promotion to the tier is limited, because it would evict blocks that are hit.",
     ),
     _gauge(
         "write_queue_blocks", "tiers.{tier}.write_queue.blocks", "Blocks that wait to be written."
@@ -364,29 +364,29 @@ METRICS: Final = (
     _gauge(
         "write_queue_oldest_seconds",
         "tiers.{tier}.write_queue.oldest_s",
-        "How long the oldest of them has waited.",
+        "Waiting time of the oldest of them.",
     ),
     _gauge(
         "write_queue_limit_bytes",
         "dirty_limit_bytes",
-        "When this much waits in all, new blocks are written later.",
+        "Size of the write queues above which new blocks are written later.",
     ),
-    _gauge("drive_healthy", "tiers.{tier}.drives.{drive}.healthy", "1: the drive takes part."),
+    _gauge("drive_healthy", "tiers.{tier}.drives.{drive}.healthy", "1: the drive works."),
     _gauge(
         "drive_full",
         "tiers.{tier}.drives.{drive}.full",
-        "1: its file system has no room left, although the store may use more of it.",
+        "1: its file system is full, although the store has not reached its capacity.",
     ),
     _counter("drive_errors", "tiers.{tier}.drives.{drive}.errors", "Errors of the drive."),
     _gauge(
         "drive_used_bytes",
         "tiers.{tier}.drives.{drive}.used_bytes",
-        "Room that blocks take on the drive.",
+        "Bytes of the blocks on the drive.",
     ),
     _gauge(
         "drive_capacity_bytes",
         "tiers.{tier}.drives.{drive}.capacity_bytes",
-        "Room that the store may use on the drive.",
+        "Bytes that the store may use on the drive.",
     ),
     _gauge(
         "drive_draining", "tiers.{tier}.drives.{drive}.draining", "1: the drive is being emptied."
@@ -394,7 +394,7 @@ METRICS: Final = (
     _gauge(
         "drive_read_bytes_per_second",
         "tiers.{tier}.drives.{drive}.read_bytes_per_s",
-        "Speed of the drive, as measured last.",
+        "Last measured speed of the drive.",
     ),
     _counter(
         "drive_written_bytes",
@@ -412,9 +412,9 @@ METRICS: Final = (
         "Bytes that may be written to the drive now.",
     ),
     _gauge("leased_blocks", "leased", "Blocks that callers hold a lease on."),
-    _gauge("staging_used_bytes", "staging_bytes", "Memory of blocks on their way between tiers."),
+    _gauge("staging_used_bytes", "staging_bytes", "Memory of blocks being copied between tiers."),
     _gauge("index_bytes", "index_bytes", "Memory of the index."),
-    _gauge("sessions", "sessions.remembered", "Sessions that are remembered."),
+    _gauge("sessions", "sessions.remembered", "Known sessions."),
     _counter(
         "sessions_forgotten",
         "sessions.forgotten",
@@ -429,7 +429,7 @@ METRICS: Final = (
     _gauge(
         "pinned_blocks",
         "sessions.pinned_blocks",
-        "Pinned blocks, as counted some seconds ago.",
+        "Pinned blocks, counted every few seconds.",
     ),
     _gauge("pinned_bytes", "sessions.pinned_bytes", "Bytes of their records."),
     _gauge(
@@ -441,50 +441,50 @@ METRICS: Final = (
         "kvdepot_audited_blocks_total",
         "counter",
         "audit.compared, audit.mismatched",
-        "Blocks that an engine has computed again: as they are kept, or not (mismatched).",
+        "Blocks that an engine has computed again: equal to the stored ones, or not (mismatched).",
         ("outcome",),
         _audited,
     ),
     _gauge(
         "quarantined_namespaces",
         "audit.quarantined",
-        "Namespaces of which nothing is served, since an audit failed.",
+        "Namespaces that are not served because an audit failed.",
     ),
     Metric(
         "kvdepot_events_total",
         "counter",
         "events",
-        "What routers were told: blocks stored, removed, not told (silent), all cleared; batches, "
-        "replays, subscriptions, failures.",
+        "Events published to routers: blocks stored, removed, not published (silent), all cleared; "
+        "batches, replays, subscriptions, failures.",
         ("event",),
         _events,
     ),
-    _gauge("events_announced_blocks", "events.blocks", "Blocks that routers know of."),
+    _gauge("events_announced_blocks", "events.blocks", "Blocks that are published to routers."),
     _histogram(
         "first_token_duration",
         (),
-        "Time to the first token of prompts of which the depot had something, as engines tell it.",
+        "Time to the first token of prompts with blocks in the depot, as reported by engines.",
         "first_token",
     ),
     _counter(
         "decisions",
         "first_tokens.decisions.{decision}",
-        "What engines decided for these prompts: to fetch, to recompute, or parts of both.",
+        "Decisions of engines for these prompts: to fetch, to recompute, or both in parts.",
     ),
     _counter(
         "first_tokens_compared",
         "first_tokens.compared",
-        "First tokens of which engines had predicted the time; the next three are about these.",
+        "First tokens with a predicted time; the next three metrics are about these.",
     ),
     _counter(
         "first_token_measured_seconds",
         "first_tokens.seconds",
-        "Sum of their times, as measured: with kvdepot.",
+        "Sum of their measured times: with kvdepot.",
     ),
     _counter(
         "first_token_predicted_seconds",
         "first_tokens.predicted_seconds",
-        "Sum of their times, as predicted when it was decided.",
+        "Sum of their predicted times.",
     ),
     _counter(
         "first_token_recompute_seconds",
@@ -494,8 +494,8 @@ METRICS: Final = (
     _counter(
         "gpu_saved_seconds",
         "ledger.gpu_s",
-        "Prefill that was not needed: tokens given back, by the prefill speed that engines report, "
-        "else by the assumed one.",
+        "Prefill time saved: tokens served, by the prefill speed that engines report, else by the "
+        "assumed one.",
     ),
     Metric(
         "kvdepot_gpu_saved_joules_total",
@@ -508,45 +508,45 @@ METRICS: Final = (
     _gauge(
         "assumed_prefill_tokens_per_second",
         "ledger.assumed.prefill_tokens_per_s",
-        "The prefill speed that savings are computed with where engines report none.",
+        "Assumed prefill speed, used if engines report none.",
     ),
     _counter(
         "tenant_gpu_saved_seconds",
         "ledger.tenants.{tenant}.gpu_s",
-        "GPU seconds saved for a tenant since the start; tenants after the first 64 are one.",
+        "GPU seconds saved for a tenant since the start; tenants after the first 64 are summed.",
     ),
     _counter(
         "tenant_saved_tokens",
         "ledger.tenants.{tenant}.tiers.{tier}",
-        "Tokens given back to a tenant since the start, by the tier that they came from.",
+        "Tokens served to a tenant since the start, by the tier that they were read from.",
     ),
-    _gauge("site_connected", "site.connected", "Whether the NATS server of the site is reached."),
+    _gauge("site_connected", "site.connected", "1: a NATS server of the site is connected."),
     _counter(
         "site_messages",
         "site.messages.{event}",
-        "Messages between the stores of a site: sent, received, refused as nonsense, dropped; and "
+        "Messages between the stores of a site: sent, received, refused as malformed, dropped; and "
         "connections made.",
     ),
     Metric(
         "kvdepot_site_hints_total",
         "counter",
         "site.hints",
-        "Hints of the site: prompts followed, sessions passed on to another node, unknown here.",
+        "Hints of the site: prompts prefetched, sessions forwarded to another node, unknown here.",
         ("event",),
         _site_hints,
     ),
     _gauge(
         "site_open_hints",
         "site.hints.open",
-        "Prompts hinted at of which not all has come to the shared tier yet.",
+        "Hinted prompts with blocks that are not in the shared tier yet.",
     ),
     _gauge("clients", "daemon.sessions", "Processes attached to the daemon."),
     _counter(
         "client_events",
         "daemon.counters.{event}",
-        "What clients did: attached, connected, asked, were refused, sent nonsense, hit a limit.",
+        "Events of clients: attached, connected, requests, refused, malformed frames, at a limit.",
     ),
-    _gauge("uptime_seconds", "daemon.uptime_s", "How long the daemon has been running."),
+    _gauge("uptime_seconds", "daemon.uptime_s", "Seconds since the start of the daemon."),
     Metric(
         "kvdepot_build_info",
         "gauge",

@@ -1,4 +1,4 @@
-"""Putting a store together from a configuration."""
+"""Opens a store: creates its parts from a configuration."""
 
 import contextlib
 import logging
@@ -43,10 +43,11 @@ def open_store(
 ) -> Store:
     """Open a store.
 
-    `config` is a TOML file's path or a Config; `settings` are the same tree as keyword arguments
-    and win over it: `open(dram="2GiB", ssd={"path": "/mnt/nvme/kv", "capacity": "20GiB"})`. With
-    mode "r" disk tiers are opened read-only, beside a writer if there is one; puts then stay in
-    memory. Raises ConfigError, FormatError or StoreBusyError, and then nothing is left open.
+    `config` is a Config or the path of a TOML file. `settings` are the same tree as keyword
+    arguments, and override the file: `open(dram="2GiB", ssd={"path": "/mnt/nvme/kv", "capacity":
+    "20GiB"})`. With mode "r" the drives are opened read-only, even if another process writes to
+    them, and puts are kept in memory only. Raises ConfigError, FormatError, UnsafePathError or
+    StoreBusyError, and then leaves nothing open.
     """
     if mode not in ("rw", "r"):
         raise ConfigError("mode", f"{mode!r} is not 'rw' or 'r'")
@@ -62,12 +63,11 @@ def open_store(
 def assemble(
     config: Config, *, mode: Mode = "rw", files: Files | None = None, wall: Clock | None = None
 ) -> Store:
-    """`open_store` for a finished configuration.
-
-    `files` replaces access to the disks in tests; `wall` is the clock for the time of day.
+    """`open_store` for a Config. Tests replace `files`, the access to disks, and `wall`, the time
+    of day.
     """
     if config.nats is not None:
-        connect_options(config.nats)  # refuse what cannot work before anything is open
+        connect_options(config.nats)  # check the settings before anything is opened
     clock, wall = SystemClock(), wall or WallClock()
     stamps = StampClock(wall)
     writable = mode == "rw"
@@ -123,8 +123,8 @@ def assemble(
 def _take_in(
     catalog: Catalog, lower_tiers: Sequence[LowerTier], contents: Sequence[Blocks]
 ) -> PinnedRows:
-    """Enter what was found, the fullest tier first: an empty index takes in millions at once.
-    Returns where the tiers look up what is pinned.
+    """Enter recovered blocks into the index, the fullest tier first, because that is fast while the
+    index is empty. Returns the pin counts.
     """
     pinned = PinnedRows(catalog.table)
     found = []
@@ -153,7 +153,7 @@ def _lock(config: Config, arena: Arena, cxl: Arena | None) -> None:
 
 
 def _raise_open_files_limit() -> None:
-    """Every segment is an open file; the soft limit is often 1024."""
+    """Raise the soft limit, often 1024, because every segment is an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,5 +1,5 @@
-"""Requests of routers, other nodes and people, for namespaces that no program here has
-registered: it is enough that they are described on the drives.
+"""Requests of routers, other nodes and people. They may use all namespaces that are described on
+the drives, even if no program has registered them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ from kvdepot.store.read.token_ids import read_heads
 from kvdepot.store.state.lower_tier import LowerTier
 
 MEMORY_BYTES_PER_S: Final = 10e9
-"""Assumed: memory is not measured."""
+"""Assumed speed of memory, which is not measured."""
 KeysOfSession = Callable[[Sequence[bytes], str], list[list[BlockKey]]]
-"""A session's prompt in each of the namespaces with these tags that has it."""
+"""Returns the keys of a session's prompt in each of these namespaces (tags) that has it."""
 
 
 class RoutingCalls:
-    """Matches, prefetches and facts for prompts of any namespace that is described here."""
+    """Matches, prefetches and facts for prompts of all namespaces described here."""
 
     def __init__(
         self, engine: Engine, tenants: Mapping[str, TenantConfig], keys_of_session: KeysOfSession
@@ -38,12 +38,12 @@ class RoutingCalls:
         self.caller = Caller("other nodes", described=self._described.size_of)
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
-        """A match that is not counted as a lookup: a router asks several stores for one request."""
+        """Match without counting a lookup, because a router asks several stores for one request."""
         words = as_words(checked(keys))
         return Match.of(self._engine.match(self.caller, words, counts=False))
 
     def prefetch(self, keys: Sequence[BlockKey], deadline_s: float) -> Hint:
-        """Bring a prompt to memory. Brings nothing once the store closes."""
+        """Read a prompt into memory in the background. Does nothing if the store is closing."""
         return self._engine.prefetch(self.caller, [as_words(keys)], deadline_s)
 
     def keys_of_tokens(self, tokens: Sequence[int], model: str = "") -> list[list[BlockKey]]:
@@ -57,21 +57,21 @@ class RoutingCalls:
         return self._keys_of_session(tags, name)
 
     def namespaces(self) -> list[Namespace]:
-        """Those whose secret is known."""
+        """The namespaces whose secret is known."""
         found = (one.namespace for one in self._described.all().values())
         return [space for space in found if space is not None]
 
     def token_ids(self, keys: Sequence[BlockKey]) -> list[list[int]]:
-        """The token ids that each block was put with; empty if there are none, or it is not here.
-        Reads a page of each block that is not in memory.
+        """The token ids that were put with each block; empty if there are none, or the block is
+        missing. Blocks: reads a page of each block that is not in memory.
         """
         with self._engine.state.using:
             found = read_heads(self._engine.state, checked(list(keys)), token_ids, b"")
         return [np.frombuffer(ids, "<u4").tolist() for ids in found]
 
     def expected_s(self, nbytes: Mapping[str, int]) -> float | None:
-        """Seconds to read `nbytes` of each tier, behind the reads that wait already; None if a
-        tier's speed is not known. The tiers are read at the same time.
+        """Expected seconds to read `nbytes` from each tier in parallel, after the reads that are
+        queued; None if the speed of a tier is unknown.
         """
         lower = {one.name: one for one in self._engine.state.lower_tiers}
         times = [

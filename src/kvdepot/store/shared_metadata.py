@@ -1,7 +1,7 @@
 """The metadata that all volumes of a store share.
 
-Every local volume keeps all of it (namespaces, tombstones, sessions, pins, quarantines), so that
-any of them may be lost. A volume that was down or away gets what it lacks when it is back.
+Every local volume has all of it (namespaces, tombstones, sessions, pins, quarantines), so that any
+volume may be lost. A volume that was down or detached gets missing entries when it works again.
 """
 
 import threading
@@ -24,14 +24,14 @@ from kvdepot.store.volume_entry import VolumeEntry
 
 SYNC_S: Final = 10.0
 _TOMBSTONES_MANY: Final = 4096
-"""From this many on it is worth looking for tombstones that cover nothing."""
+"""Number of tombstones from which unneeded ones are looked for."""
 _REMOTE_KINDS: Final = frozenset({MetaKind.NAMESPACE, MetaKind.TOMBSTONE})
-"""Metadata that other nodes need too."""
+"""Kinds of metadata that are written to shared volumes too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Number of volumes that wrote metadata, and of volumes that should have."""
+    """Number of volumes that have written metadata, and of those that should have."""
 
     have: int
     should: int
@@ -43,21 +43,21 @@ class SharedMetadata:
     def __init__(
         self, entries: Callable[[], Sequence[VolumeEntry]], stamps: StampClock, *, writable: bool
     ) -> None:
-        """`entries` are those of all volumes."""
+        """`entries` returns the entries of all volumes."""
         self._entries = entries
         self._stamps = stamps
         self._writable = writable
         self._known = Metadata()
-        """Metadata of all local volumes together."""
+        """Merged metadata of all local volumes."""
         self._remote = Metadata()
-        """Metadata of other nodes on volumes that they share with this one."""
+        """Metadata of other nodes on shared volumes."""
         self._behind: set[VolumeEntry] = set()
-        """Volumes that lack metadata which was given to the store."""
+        """Volumes that lack entries."""
         self._lock = threading.Lock()
-        """Over the three above; held for an instant."""
+        """Guards the three fields above; held briefly."""
 
     def learn(self, entry: VolumeEntry, contents: Contents) -> None:
-        """Know the metadata of a volume."""
+        """Add the metadata of a volume."""
         with self._lock:
             metadata = self._remote if entry.is_remote else self._known
             for one in contents.metadata:
@@ -71,9 +71,9 @@ class SharedMetadata:
         *,
         to_others: bool = True,
     ) -> Written:
-        """Record metadata on every volume; one that is down gets it when it works again. With
-        `sync_s` a volume counts once it has it durably, within that time. `to_others`: also on
-        volumes that are shared with other nodes, what concerns these.
+        """Write metadata to all local volumes; one that is down gets it when it works again. With
+        `sync_s` a volume only counts if it is durable there within that time. `to_others`: also
+        write _REMOTE_KINDS to volumes shared with other nodes.
         """
         with self._lock:
             for one in entries:
@@ -95,24 +95,22 @@ class SharedMetadata:
         return Written(have, should)
 
     def values(self, kind: MetaKind) -> dict[bytes, bytes]:
-        """Name to value of the entries of one kind that local volumes have."""
+        """Values by name of one kind of entries of local volumes."""
         with self._lock:
             return self._known.values(kind)
 
     def remote_values(self, kind: MetaKind) -> dict[bytes, bytes]:
-        """The same of volumes that are shared with other nodes."""
+        """Values by name of one kind of entries of other nodes on shared volumes."""
         with self._lock:
             return self._remote.values(kind)
 
     def known(self) -> Metadata:
-        """A copy of all that local volumes know."""
+        """A copy of the metadata of local volumes."""
         with self._lock:
             return Metadata(dict(self._known.entries), dict(self._known.tombstones))
 
     def tombstones(self) -> tuple[dict[bytes, Tombstone], int]:
-        """Tombstones of all volumes, and the floor: segments with this id or a lower one
-        do not count.
-        """
+        """The tombstones of all volumes, and the floor: segments with ids up to it do not count."""
         with self._lock:
             stones = dict(self._remote.tombstones)
             for name, stone in self._known.tombstones.items():
@@ -120,7 +118,7 @@ class SharedMetadata:
             return stones, self._known.floor
 
     def catch_up(self, entry: VolumeEntry) -> None:
-        """Give a volume that works again the metadata that it lacks."""
+        """Write missing metadata to a volume that works again."""
         if entry in self._behind and entry.volume.facts().up:
             self._bring_up_to_date(entry)
 
@@ -129,17 +127,17 @@ class SharedMetadata:
         return list(self._behind)
 
     def segment_released(self) -> None:
-        """Tombstones may cover nothing any more. Looks only if there are many."""
+        """Called after a release: drops unneeded tombstones if there are many."""
         if len(self._known.tombstones) >= _TOMBSTONES_MANY:
             self.raise_floor()
 
     def forget(self, entry: VolumeEntry) -> None:
-        """A volume is used no more."""
+        """Remove a volume that is not used any more."""
         with self._lock:
             self._behind.discard(entry)
 
     def local(self) -> list[VolumeEntry]:
-        """Volumes of this node that are there, so that they keep all metadata."""
+        """Volumes of this node that are attached: each has all metadata."""
         return [
             entry
             for entry in self._entries()
@@ -148,8 +146,8 @@ class SharedMetadata:
         ]
 
     def share(self, gone: bytes = b"") -> None:
-        """Record durably on all local volumes what they know together: from then on one may forget
-        it, or go. `gone` names a volume that will not come back.
+        """Write the merged metadata durably to all local volumes, so that one of them may drop it
+        or be removed. `gone` is the identity of a volume that is being removed.
         """
         stamp, local = self._stamps.next(), self.local()
         with self._lock:
@@ -171,14 +169,14 @@ class SharedMetadata:
             (self._behind.discard if done else self._behind.add)(entry)
 
     def _are_missing(self, local: Sequence[VolumeEntry]) -> bool:
-        """True if a local volume is away, or lacks metadata that the others have."""
+        """True if a local volume is detached, or lacks metadata that the others have."""
         with self._lock:
             members = self._known.values(MetaKind.MEMBER).keys()
             behind = any(not entry.is_remote for entry in self._behind)
         return behind or not members <= {entry.identity for entry in local}
 
     def raise_floor(self) -> None:
-        """Forget tombstones that cover nothing any more."""
+        """Drop tombstones that delete no record any more."""
         local = self.local()
         if not self._writable or not local or not self._known.tombstones:
             return

@@ -494,12 +494,12 @@ def spoil(store: Depot, payload: bytes) -> None:
     raise AssertionError("the block is not in memory")
 
 
-def swap_slots(store: Depot, one: bytes, other: bytes) -> None:
+def swap_slots(store: Depot, first: bytes, other: bytes) -> None:
     """Exchange two blocks in memory with their heads, as if the index had swapped their places."""
     memory = store.memory[0]
-    places = [bytes(memory).find(payload) - HEAD_BYTES for payload in (one, other)]
+    places = [bytes(memory).find(payload) - HEAD_BYTES for payload in (first, other)]
     assert min(places) >= 0, "the blocks are not in memory"
-    spans = [slice(at, at + HEAD_BYTES + len(one)) for at in places]
+    spans = [slice(at, at + HEAD_BYTES + len(first)) for at in places]
     kept = [bytes(memory[span]) for span in spans]
     memory[spans[0]], memory[spans[1]] = kept[1], kept[0]
 

@@ -268,7 +268,7 @@ def test_changes_are_for_the_daemons_user_and_root() -> None:
         served = DaemonProcess(folder, small(folder / "kv"), "--group", "nogroup")
         with served as daemon, kvdepot.open(daemon.address) as store:
             said = resize_as(65534, daemon.socket)
-            assert "user 65534 may use the store, not change it" in said
+            assert "user 65534 may use the store, but not change it" in said
             assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 16 << 20
             assert resize_as(0, daemon.socket) == "TEXT"
             assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 32 << 20

@@ -98,7 +98,7 @@ def test_only_the_owner_may_connect_unless_a_group_is_named(start_daemon: StartD
 
 def test_a_second_daemon_is_told_of_the_first(daemon: DaemonProcess) -> None:
     errors = refused("--socket", str(daemon.socket), *TINY)
-    assert f"a daemon is there already, process {daemon.pid}" in errors
+    assert f"a daemon is already running, process {daemon.pid}" in errors
     assert "hint: use it, stop it, or choose another --socket" in errors
     with kvdepot.open(daemon.address) as store:
         assert len(store.match([])) == 0, "the first one is not disturbed"

@@ -59,7 +59,7 @@ def test_it_is_not_written_over_a_file_or_by_half(tmp_path: Path, archive: Path)
         keys = prompt(space_of(store), 1, 6)
         put(store, keys[:3])
         store.sessions.name("chat", keys)
-        with pytest.raises(ConfigError, match="is there already"):
+        with pytest.raises(ConfigError, match="exists already"):
             store.sessions.export("chat", archive)
         with pytest.raises(ConfigError, match="block 3 of 6 cannot be read: absent"):
             store.sessions.export("chat", tmp_path / "other")

@@ -136,13 +136,13 @@ class BatchFetch:
         """A cache for the prompts, filled from the depot with all but their last tokens if the
         depot has them. `busy`: the model has other calls."""
         started_s, size = time.monotonic(), self._binding.block_tokens
-        found = [self._find_unaudited(row, hits, busy=busy) for row in self._rows]
+        lengths = [self._find_unaudited(row, hits, busy=busy) for row in self._rows]
         looked_up_s = time.monotonic()
         self._deadline_s = None if timeout_s is None else looked_up_s + timeout_s
         with contextlib.ExitStack() as unused:
             for row in self._rows:
                 unused.callback(row.close)
-            self._fetch(found)
+            self._fetch(lengths)
             stats.lookup_s = looked_up_s - started_s
             stats.onboard_s = time.monotonic() - looked_up_s
             stats.rows += [row.stats(size) for row in self._rows]
@@ -181,15 +181,15 @@ class BatchFetch:
             tokens = reach
         return 0
 
-    def _fetch(self, found: Sequence[int]) -> None:
-        """Fetch as many of the tokens `found` of each row as can be fetched until the deadline."""
-        columns = [row.prompt.pad + count for row, count in zip(self._rows, found, strict=True)]
+    def _fetch(self, lengths: Sequence[int]) -> None:
+        """Fetch up to `lengths` tokens of each row until the deadline."""
+        columns = [row.prompt.pad + count for row, count in zip(self._rows, lengths, strict=True)]
         column = max(columns)
         if column - min(columns) < self._binding.block_tokens:
             column = min(columns)
         limits = [
             max(0, min(count, column - row.prompt.pad))
-            for row, count in zip(self._rows, found, strict=True)
+            for row, count in zip(self._rows, lengths, strict=True)
         ]
         if any(limits):
             self._allocate(limits)

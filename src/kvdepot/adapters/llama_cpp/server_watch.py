@@ -160,10 +160,10 @@ class ServerWatch:
             self.latest = None
             if self._seen != sockets:
                 self._seen, self._seen_s = sockets, time.monotonic()
-        found, reason = None, ""
+        served, reason = None, ""
         try:
-            found = self._recognize()
-            LOG.info("llama-server serves %s", found.blocks.space.namespace.model)
+            served = self._recognize()
+            LOG.info("llama-server serves %s", served.blocks.space.namespace.model)
         except FAILURES as error:
             reason = str(error) or type(error).__name__
             if reason != self.reason:
@@ -172,7 +172,7 @@ class ServerWatch:
                     "requests are only passed on: %s%s", reason, f"; hint: {hint}" * bool(hint)
                 )
         with self._changed:
-            self.latest, self.reason, self._tried = found, reason, sockets
+            self.latest, self.reason, self._tried = served, reason, sockets
             self._changed.notify_all()
 
     def _recognize(self) -> ServedModel:

@@ -146,30 +146,30 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._counts.lookups += 1
         if not wanted or not hashes or not self._ready():
             return []
-        found = set(range(1, len(hashes) + 1))
+        lengths = set(range(1, len(hashes) + 1))
         tiers: tuple[str, ...] = ()
         try:
             for each in sorted(wanted, key=lambda each: tail_pages(each) is not None):
-                keys = self._pages[each.name].keys(hashes[: max(found, default=0)])
+                keys = self._pages[each.name].keys(hashes[: max(lengths, default=0)])
                 if each.hit_policy == PoolHitPolicy.ALL_PAGES:
                     match = self._depot.match(keys)
-                    found &= set(range(1, len(match) + 1))
+                    lengths &= set(range(1, len(match) + 1))
                     tiers = match.tiers if each.name == PoolName.KV else tiers
                 else:
                     there = [len(self._depot.match([key])) for key in keys]
-                    found &= usable_lengths(there, tail_pages(each))
-            if found:
+                    lengths &= usable_lengths(there, tail_pages(each))
+            if lengths:
                 is_new = rid not in self._seen
-                found = self._served(rid, hashes, found, tiers)
-                if is_new and found:
-                    self._hint(wanted, hashes[: max(found)])
+                lengths = self._served(rid, hashes, lengths, tiers)
+                if is_new and lengths:
+                    self._hint(wanted, hashes[: max(lengths)])
         except _FAILURES as error:
             LOG.warning("kvdepot: a lookup failed: %s", error)
             return []
-        self._counts.hit_pages += max(found, default=0)
+        self._counts.hit_pages += max(lengths, default=0)
         if self._decider is not None:
             self._decider.looked_up(rid, hashes[0])
-        return sorted(found)
+        return sorted(lengths)
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Bring the pages of a request to memory. False, on all ranks: SGLang computes them."""

@@ -56,6 +56,17 @@ def abandoned(segments: Sequence[SegmentFacts]) -> int | None:
     return most if most is not None and shares[most] >= _CLOSED_SHARE_MIN else None
 
 
+def most_garbage(live_bytes: Ints, segment_bytes: int) -> int | None:
+    """Index of the segment with the fewest live bytes; None if all are more than half live.
+
+    It is reclaimed first with every rule, and its live blocks are rewritten: nothing is evicted
+    while removing garbage makes room.
+    """
+    if not len(live_bytes) or live_bytes.min() > segment_bytes * KEEP_SHARE_MAX:
+        return None
+    return int(live_bytes.argmin())
+
+
 def coldest(segments: Sequence[SegmentFacts]) -> int:
     """Index of the segment to reclaim; they are given oldest first.
 

@@ -208,7 +208,7 @@ class VolumeMaintenance(DepotVolumes):
         if pinned and 2 * pinned > room:
             raise ConfigError(
                 f"{tier}.capacity",
-                f"{format_bytes(pinned)} are pinned, more than half of the {format_bytes(room)} left",
+                f"{format_bytes(pinned)} are pinned, over half of the {format_bytes(room)} left",
                 hint="end pins: kvdepot session list, kvdepot session unpin",
             )
 

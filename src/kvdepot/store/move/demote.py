@@ -1,9 +1,8 @@
-"""Copies blocks from one lower tier to the slower one below it, a prompt in one piece.
+"""Copies blocks from a lower tier to the slower one below it, prompts in one piece.
 
-Blocks of a path are gathered from wherever they lie and appended one behind the other, up to
-`contiguous_bytes` on one drive, then on the next. So a returning prompt is a few long reads. What
-leaves a tier next is copied ahead: a reclaim then finds its blocks below already and only
-drops them.
+The blocks of a path are gathered and appended one after the other, up to `contiguous_bytes` on one
+drive, then on the next, so that a returning prompt is read in a few long reads. Blocks that will be
+evicted next are copied ahead, so that a reclaim only has to drop them.
 """
 
 import itertools
@@ -24,12 +23,12 @@ from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import StoreState
 
 _GATHER_MAX: Final = 4096
-"""Blocks looked at in one go, with the lock."""
+"""Most blocks gathered while the lock is held."""
 _LOOK_S: Final = 1.0
 _FULL_SHARE: Final = 0.5
-"""A volume that has used this much of its segments will need room."""
+"""Blocks are copied ahead when this share of a volume's segments is used."""
 _AHEAD_SHARE: Final = 0.25
-"""The oldest part of its segments, which is copied ahead."""
+"""Share of the segments, the oldest ones, that is copied ahead."""
 
 
 class Demote(CopyJob):
@@ -66,7 +65,7 @@ class Demote(CopyJob):
 
 
 class Demoter:
-    """Between two tiers. Threads may share it."""
+    """Copies blocks from one tier to the next lower one. Thread-safe."""
 
     def __init__(
         self, state: StoreState, upper: LowerTier, lower: LowerTier, mover: BlockMover
@@ -79,9 +78,10 @@ class Demoter:
         self._size = ChunkSizer(PIECE_BYTES)
 
     def demote(self, rows: Sequence[int], *, urgent: bool) -> None:
-        """Copy down what is worth it of `rows` and of their paths. They stay where they are.
+        """Copy the worthwhile blocks of `rows` and their paths to the lower tier. The originals
+        stay.
 
-        `urgent`: a reclaim waits for it; else it rests while foreground reads go on.
+        Blocks. `urgent`: a reclaim waits for it; otherwise it pauses for foreground reads.
         """
         for start in range(0, len(rows), _GATHER_MAX):
             with self._state.lock:
@@ -91,7 +91,7 @@ class Demoter:
                     return
 
     def _gather(self, rows: Iterable[int]) -> list[int]:
-        """The rows and what is above and below them in the upper tier, in path order."""
+        """The rows with their ancestors and descendants in the upper tier, in path order."""
         assert self._state.lock.held()
         tree, copies = self._state.catalog.tree, self.upper.copies
         seen: dict[int, None] = {}
@@ -123,7 +123,7 @@ class Demoter:
         )
 
     def _runs(self, rows: list[int]) -> Iterator[list[int]]:
-        """Rows that go to one volume."""
+        """Split rows into runs, each for one volume."""
         nbytes = self._state.catalog.nbytes
         run: list[int] = []
         total = 0
@@ -137,7 +137,7 @@ class Demoter:
             yield run
 
     def _copy_run(self, rows: list[int], *, urgent: bool) -> bool:
-        """Copy rows to the next volume. False: none takes them, or the store closes."""
+        """Copy rows to the next volume. False: no volume takes them, or the store closes."""
         state, shares = self._state, self.lower.volumes.shares
         with state.lock:
             nbytes = sum(record_bytes(state.catalog.nbytes[row]) for row in rows)
@@ -162,7 +162,7 @@ class DemoteAhead:
         self._state = state
         self._demoter = demoter
         self._done: set[int] = set()
-        """Segments that were looked at, by id."""
+        """Ids of the segments that were handled."""
         name = f"kvdepot-{demoter.upper.name}-demote-ahead"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -172,7 +172,7 @@ class DemoteAhead:
                 self.look()
 
     def look(self) -> None:
-        """Copy down what the volumes will drop next."""
+        """Copy ahead the blocks of the segments that will be reclaimed next."""
         upper = self._demoter.upper
         for entry in upper.volumes.entries:
             for segment, segment_id in self._next_to_go(entry.volume):

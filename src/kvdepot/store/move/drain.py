@@ -1,4 +1,4 @@
-"""Moves every block off a volume that is to go, while the store goes on."""
+"""Moves all blocks off a volume that is to be removed, while the store is in use."""
 
 import itertools
 
@@ -24,7 +24,7 @@ class MoveAway(CopyJob):
         self._volume = volume
         self.moved = 0
         self.bound: list[int] = []
-        """Pinned blocks that could not be read or written: they stay where they are."""
+        """Pinned blocks that could not be read or written, and were not moved."""
 
     def is_wanted(self, row: int) -> bool:
         return self.target.place_on(row, self._volume) != NONE
@@ -47,17 +47,17 @@ class MoveAway(CopyJob):
 
 
 def drain(state: StoreState, lower: LowerTier, number: int, mover: BlockMover) -> int:
-    """Move every block of a volume to the others of its tier, and drop those that cannot be.
+    """Move all blocks of a volume to the others of its tier; drop those that cannot be moved.
 
-    Returns how many were moved. Afterwards the volume holds nothing and takes nothing new, unless
-    the store closes meanwhile. ConfigError: pinned blocks could not be moved, and the
+    Returns the number of moved blocks. Blocks until the volume is empty, or the store closes. The
+    volume accepts no new blocks afterwards. ConfigError: pinned blocks could not be moved, and the
     volume is used as before.
     """
     entry = state.volumes.entries[number]
     volume = entry.volume
     entry.draining = True
     volume.set_limits(None, may_write=False)
-    with state.lock:  # blocks that were given a place on the volume before
+    with state.lock:  # wait for appends that have begun
         state.lock.written.wait_for(
             lambda: (
                 state.closing.is_set() or not (lower.appending[number] or volume.facts().writes)
@@ -69,7 +69,7 @@ def drain(state: StoreState, lower: LowerTier, number: int, mover: BlockMover) -
     def move(rows: list[int]) -> None:
         while rows and not state.closing.is_set():
             rows = mover.copy_all(job, rows, lambda: _others(lower, number, next(turn)), size=size)
-            if rows:  # memory is short, or no volume takes anything: what was refused is dropped
+            if rows:  # no staging memory, or no volume has room: drop these blocks
                 with state.lock:
                     state.lock.room.wait(_WAIT_S)
 
@@ -98,13 +98,13 @@ def drain(state: StoreState, lower: LowerTier, number: int, mover: BlockMover) -
 
 
 def end_drain(entry: VolumeEntry) -> None:
-    """Write blocks to a volume again: it stays."""
+    """Undo a drain: allow writes to the volume again."""
     entry.draining = False
     entry.volume.set_limits(None, may_write=True)
 
 
 def _others(lower: LowerTier, volume: int, turn: int) -> list[int]:
-    """The other volumes that can be written to, beginning with another one each time."""
+    """The other writable volumes, rotated by `turn`."""
     facts = lower.volumes.all_facts()
     able = [number for number, one in facts if number != volume and one.up and one.may_write]
     start = turn % max(1, len(able))

@@ -1,8 +1,8 @@
-"""Moves blocks between two memory tiers: down before room is needed, up when they belong there.
+"""Moves blocks between two memory tiers.
 
-It keeps some of the faster memory free. What leaves is what its order says, tails before heads;
-whether it is worth a place below, and what of the slower memory is worth one above, is asked of
-policy/placing/memory_levels.py. Bytes are copied without the lock and verified on the way.
+Keeps some of the faster memory free: the first blocks of the eviction order are moved down if they
+are worth a slot there, and blocks that were read in the slower memory are moved up if they are
+worth it (policy/placing/memory_levels.py). Blocks are copied without the lock and verified.
 """
 
 import threading
@@ -20,24 +20,24 @@ from kvdepot.store.state.state import StoreState
 
 _PIECE_BYTES: Final = 8 << 20
 _BLOCKS_MAX: Final = 32
-"""Copied in one go; and looked at in one go, lock held."""
+"""Most blocks copied in one batch, and examined while the lock is held."""
 _PAUSE_S: Final = 0.05
-"""Between two looks at what was read in the slower memory: reads should not notice."""
+"""Blocks that were read in the slower memory wait for this time before they move up."""
 _SPARE_SHARE: Final = 64
-"""One part in as many of the faster memory is kept free, and twice that when there is time."""
+"""1/64 of the faster memory is kept free, and twice that when there is time."""
 _SPARE_SHARE_MAX: Final = 8
-"""And up to one in as many where that was not enough: blocks left that had not been copied."""
+"""Up to 1/8 is kept free after blocks had to be evicted before they were copied."""
 
 
 @dataclass(slots=True)
 class MemoryMove:
-    """Blocks on their way from one memory to the other, all of them leased."""
+    """Blocks being moved from one memory tier to the other, all leased."""
 
     rows: list[int] = field(default_factory=list)
     stamps: list[int] = field(default_factory=list)
-    """Time of each block's last use."""
+    """Stamp of each block's last use, to detect a use during the copy."""
     copied: list[int] = field(default_factory=list)
-    """Those of the rows that are copied."""
+    """The rows to copy; the others are only dropped."""
 
 
 class MemoryLevels:
@@ -63,17 +63,17 @@ class MemoryLevels:
                     self._upper.wake.wait(_PAUSE_S if self._upper.hits else None)
                     self._upper.wake.clear()
         finally:
-            self._upper.spare_bytes = 0  # nothing is moved ahead of need any longer
+            self._upper.spare_bytes = 0  # nothing keeps memory free any more
 
     def _is_time(self) -> bool:
-        """True if no call has read for a while, so that blocks may move up."""
+        """True if blocks that were read in the slower memory have waited for _PAUSE_S."""
         now_s = self._state.clock.now()
         if not self._upper.hits:
             self._since_s = now_s
         return now_s - self._since_s >= _PAUSE_S
 
     def _bring_down(self) -> bool:
-        """Free some of the faster memory. False: there was nothing to do."""
+        """Move blocks down. False: there was nothing to do."""
         with self._state.lock:
             self._adjust_spare()
             move = self._choose_leaving()
@@ -82,7 +82,7 @@ class MemoryLevels:
         return bool(move.rows)
 
     def _bring_up(self) -> bool:
-        """Promote what was read in the slower memory. False: there was nothing to do."""
+        """Move up blocks that were read in the slower memory. False: there was nothing to do."""
         with self._state.lock:
             tried = bool(self._upper.hits)
             move = self._choose_returning()
@@ -91,7 +91,7 @@ class MemoryLevels:
         return tried
 
     def _adjust_spare(self) -> None:
-        """Keep more free after blocks left that had not been copied."""
+        """Keep more memory free after blocks were evicted that had not been copied."""
         assert self._state.lock.held()
         upper = self._upper
         if upper.overruns != self._full:
@@ -100,7 +100,7 @@ class MemoryLevels:
             upper.spare_bytes = max(1, min(most, 2 * upper.spare_bytes))
 
     def _choose_leaving(self) -> MemoryMove:
-        """The next blocks to leave the faster memory, tail first."""
+        """Choose and lease the next blocks to leave the faster memory, tail first."""
         assert self._state.lock.held()
         upper = self._upper
         for group in list(upper.short):
@@ -117,7 +117,7 @@ class MemoryLevels:
         return MemoryMove()
 
     def _choose_returning(self) -> MemoryMove:
-        """Blocks that were read in the slower memory and belong in the faster."""
+        """Choose and lease blocks of the slower memory that are worth a slot in the faster one."""
         assert self._state.lock.held()
         upper, lower, catalog = self._upper, self._lower, self._state.catalog
         rows: list[int] = []
@@ -147,7 +147,9 @@ class MemoryLevels:
         return MemoryMove(rows, [catalog.tree.stamp[row] for row in rows])
 
     def _reserve_below(self, row: int, group: int) -> bool:
-        """A slot in the slower memory for a block that is worth it."""
+        """Reserve a slot in the slower memory for a block that is worth it. False: it is not
+        copied.
+        """
         assert self._state.lock.held()
         lower = self._lower
         if row in self._state.catalog.closed:
@@ -173,7 +175,7 @@ class MemoryLevels:
         return incumbent != NONE and is_promoted(self._outlook(row), self._outlook(incumbent))
 
     def _move(self, move: MemoryMove, source: ArenaTier, target: ArenaTier) -> None:
-        """Copy, make blocks of the copies, and let the originals go."""
+        """Copy blocks without the lock, then make the copies visible and drop the originals."""
         intact: dict[int, bool] = {}
         try:
             intact = {row: self._copy(row, source, target) for row in move.copied}
@@ -182,7 +184,7 @@ class MemoryLevels:
                 self._settle(move, source, target, intact)
 
     def _copy(self, row: int, source: ArenaTier, target: ArenaTier) -> bool:
-        """Copy a record. False: it is not what its checksums say."""
+        """Copy and verify a record. False: it is damaged."""
         catalog = self._state.catalog
         image, copy = source.image(row), target.image(row)
         key, nbytes = catalog.table.key(row), catalog.nbytes[row]
@@ -202,7 +204,7 @@ class MemoryLevels:
     def _settle(
         self, move: MemoryMove, source: ArenaTier, target: ArenaTier, intact: dict[int, bool]
     ) -> None:
-        """Make what was copied blocks of the target, drop what left the source."""
+        """Make the intact copies visible in the target, and drop the originals that may go."""
         assert self._state.lock.held()
         state, counts = self._state, Counter[str]()
         for row in move.copied:

@@ -1,10 +1,11 @@
-"""The one way in which blocks are copied to a volume of a lower tier.
+"""Copies blocks to volumes of lower tiers.
 
-Claim, read, append, enter, record removals that came meanwhile, release. Write-back, demotion,
-draining and reclaiming only choose what goes where (`CopyJob`).
+Write-back, demotion, draining and reclaiming choose the blocks and the target (`CopyJob`). The
+mover claims the blocks, reads them, appends them, enters them into the index, records removals that
+were made meanwhile, and releases the blocks.
 
 A record keeps its stamp. A removed block that is still leased can be moved: the tombstone covers
-its new record too, and is recorded again, because it is dropped with the segments of its time.
+the new record too, and is recorded again, because it is dropped with the segments of its time.
 """
 
 from abc import ABC, abstractmethod
@@ -36,30 +37,31 @@ from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
 
 PIECE_BYTES: Final = 4 << 20
-"""Copied in one go at most: a read that comes meanwhile should not notice."""
+"""Most bytes copied in one batch, so that a concurrent read waits only briefly."""
 _TRIES_MAX: Final = 8
-"""Other threads may take the room that one has made."""
+"""Most attempts to make room for an append: other threads may use the room first."""
 _STAGING_S: Final = 1.0
-"""Longest wait for memory to read into."""
+"""Longest wait for staging memory."""
 _TOMBSTONE_PAUSE_S: Final = 0.01
 _TOMBSTONE_WAIT_S: Final = 1.0
 READS_END_S: Final = 60.0
 _log = RateLimitedLog("kvdepot.store")
 
 MakeRoom = Callable[[LowerTier, int, int], bool]
-"""Tier, volume and bytes: do what lets a refused append succeed. False: nothing helps."""
+"""Makes room for an append, given tier, volume and bytes. False: that is not possible."""
 
 
 class CopyJob(ABC):
-    """Rows to copy, and their target. Methods are called with the store's lock held."""
+    """Chooses the rows to copy and their target. Methods are called with the store's lock held."""
 
     purpose = Purpose.BLOCK
     in_place = False
-    """Append the image in memory itself; else a copy of it in staging."""
+    """Append directly from the memory tier; else from a copy in staging."""
     counter = ""
-    """The counter of copied blocks; empty: they are counted as moved within their tier."""
+    """Name of the counter of copied blocks; empty: they are counted as moved within the tier."""
     from_memory = True
-    """A copy in memory will do; else the record is read from where it lies, and verified."""
+    """Use a copy in memory if there is one; else always read and verify the
+    record from its volume."""
 
     def __init__(self, target: LowerTier) -> None:
         self.target = target
@@ -69,36 +71,38 @@ class CopyJob(ABC):
         return True
 
     def source(self, row: int) -> tuple[LowerTier, int] | None:
-        """Return the tier and place of a row that is not in memory; None if it cannot be read."""
+        """Return the tier and location of a row that is not in memory; None if
+        it cannot be read.
+        """
         return None
 
     def claim(self, row: int) -> None:
-        """A row is about to be copied."""
+        """Called before a row is copied."""
         self.target.moving[row] += 1
 
     @abstractmethod
     def enter(self, row: int, location: int) -> None:
-        """A row was written."""
+        """Called when a row was written: enter its new location into the index."""
 
     def give_up(self, row: int) -> None:
-        """A row could not be read or written."""
+        """Called when a row could not be read or written."""
         return None
 
     def release(self, rows: list[int]) -> None:
-        """The rows are no longer being copied."""
+        """Called when rows are no longer being copied."""
         self.target.end_moving(rows)
 
 
 @dataclass(slots=True)
 class CopyBatch:
-    """Blocks that are copied in one go, all of them leased."""
+    """Blocks that are copied in one batch, all leased."""
 
     rows: list[int] = field(default_factory=list)
     images: list[memoryview] = field(default_factory=list)
     slots: dict[int, int] = field(default_factory=dict)
-    """Slots of staging by row."""
+    """Staging slots by row."""
     sources: dict[int, tuple[LowerTier, int] | None] = field(default_factory=dict)
-    """Tier and place of each row that is not in memory."""
+    """Tier and location of each row that is not in memory."""
 
     @property
     def nbytes(self) -> int:
@@ -106,13 +110,13 @@ class CopyBatch:
 
 
 class BlockMover:
-    """Copies blocks to volumes. Threads may share it."""
+    """Copies blocks to volumes. Thread-safe."""
 
     def __init__(self, state: StoreState, make_room: MakeRoom) -> None:
         self._state = state
         self._make_room = make_room
         self.tombstone_wait_s = _TOMBSTONE_WAIT_S
-        """Longest wait of a removal for a drive, if no drive has recorded it."""
+        """Longest wait of a removal until a drive has recorded it."""
 
     def copy_all(
         self,
@@ -123,11 +127,11 @@ class BlockMover:
         size: ChunkSizer,
         rests: Sequence[LowerTier] = (),
     ) -> list[int]:
-        """Copy rows piece by piece to the first of the volumes that takes each.
+        """Copy rows in batches, each to the first of the volumes that accepts it. Blocks.
 
-        Returns the rows that were not tried: no volume took anything of the piece before them,
-        memory is short, or the store closes. `rests`: after each piece, leave these tiers to
-        foreground reads for a while.
+        Returns the rows that were not tried, because no volume accepted the batch before them,
+        there was no staging memory, or the store closes. `rests`: tiers whose foreground reads get
+        a pause after each batch.
         """
         state = self._state
         left = rows
@@ -136,7 +140,7 @@ class BlockMover:
             with state.lock:
                 piece, left = self.claim(job, left, size.nbytes)
                 while left and not piece.rows and not state.closing.is_set():
-                    # Staging is full, perhaps of blocks that wait for the room this thread makes.
+                    # Staging may be full of blocks that wait for the room that this thread makes.
                     left_s = started_s + _STAGING_S - state.clock.now()
                     if left_s <= 0 or not state.lock.room.wait(left_s):
                         return left
@@ -150,7 +154,9 @@ class BlockMover:
         return left
 
     def claim(self, job: CopyJob, rows: list[int], limit_bytes: int) -> tuple[CopyBatch, list[int]]:
-        """Lease as many of the rows as fit, with an image for each. Returns also the rest."""
+        """Lease rows and get memory for them, up to `limit_bytes`. Returns also
+        the remaining rows.
+        """
         state, catalog = self._state, self._state.catalog
         assert state.lock.held()
         budget, in_staging = limit_bytes, max(1, state.staging.capacity_bytes // 4)
@@ -178,10 +184,10 @@ class BlockMover:
     def copy(
         self, job: CopyJob, piece: CopyBatch, volumes: Sequence[int], make_room: MakeRoom | None
     ) -> bool:
-        """Read a claimed piece and append it to the first of the volumes that takes it.
+        """Read a claimed batch and append it to the first of the volumes that accepts it. Blocks.
 
-        Afterwards every row is entered or given up, and released. False: there was something to
-        write, and no volume took any of it.
+        Afterwards every row is entered or given up, and released. False: no volume accepted any of
+        the intact records.
         """
         left = readable = self._read(job, piece)
         for volume in volumes:
@@ -199,8 +205,8 @@ class BlockMover:
         return len(left) < len(readable) or not readable
 
     def record_tombstones(self, tombstones: Sequence[Tombstone], *, to_others: bool = True) -> None:
-        """Record tombstones on every volume: older copies may lie on any. One volume is enough; if
-        there is none, waits for the first, `tombstone_wait_s` at most.
+        """Record tombstones on all volumes, since any may have older copies. If no volume can,
+        waits for the first one, `tombstone_wait_s` at most.
         """
         state, volumes = self._state, self._state.volumes
         entries = [one.entry for one in tombstones]
@@ -215,8 +221,8 @@ class BlockMover:
             _log.warning("%d removals could not be recorded", len(tombstones))
 
     def _image(self, job: CopyJob, piece: CopyBatch, row: int, nbytes: int) -> memoryview | None:
-        """Return the record of a row, or the place to read it to: in memory if it can be appended
-        there, else in staging. None: there is no room in staging.
+        """Return the record of a row, or memory to read it into: the memory tier if it can be
+        appended from there, else staging. None if staging is full.
         """
         state, memory = self._state, self._state.catalog.memory
         in_memory = job.from_memory and memory.ready(row)
@@ -231,12 +237,12 @@ class BlockMover:
         return state.staging.image(slot, nbytes)
 
     def is_appended_elsewhere(self, row: int, target: LowerTier) -> bool:
-        """True if another tier appends the record in memory now, and so writes to its head."""
+        """True if another tier is appending the record from memory, which writes to its head."""
         others = [lower.copies for lower in self._state.lower_tiers if lower is not target]
         return any(not copies.absent(row) and not copies.ready(row) for copies in others)
 
     def _read(self, job: CopyJob, piece: CopyBatch) -> list[tuple[int, memoryview]]:
-        """Bring the records into their images. Returns the intact ones; the others are given up."""
+        """Read the records into their images. Returns the intact ones; the others are given up."""
         state, catalog = self._state, self._state.catalog
         images = dict(zip(piece.rows, piece.images, strict=True))
         copied = [row for row in piece.slots if row not in piece.sources]
@@ -263,7 +269,7 @@ class BlockMover:
     def _read_from(
         self, number: int, rows: list[int], piece: CopyBatch, images: Mapping[int, memoryview]
     ) -> list[int]:
-        """Read records from one volume, verified. Returns the rows that are intact."""
+        """Read and verify records of one volume. Returns the intact rows."""
         sources = [piece.sources[row] for row in rows]
         reads = whole_reads(
             self._state.catalog.table.words(np.array(rows)),
@@ -286,10 +292,10 @@ class BlockMover:
         blocks: list[tuple[int, memoryview]],
         number: int,
     ) -> list[tuple[int, memoryview]]:
-        """Append to one volume; enter and release what was written. Returns what was not.
+        """Append to one volume; enter and release written blocks. Returns those not written.
 
-        What was written is entered before room is looked for: a segment that holds a block which
-        is in no index cannot be reclaimed.
+        Written blocks are entered before room is made: a segment with a block that is not in the
+        index cannot be reclaimed.
         """
         state, catalog, target = self._state, self._state.catalog, job.target
         entry = state.volumes.entries[number]
@@ -310,7 +316,7 @@ class BlockMover:
         left: list[tuple[int, memoryview]] = []
         with state.lock:
             state.events.took("write", state.clock.now() - began_s, target.name)
-            # What was appended to a volume that was opened anew meanwhile is gone.
+            # Appends to a volume that was reopened meanwhile are lost.
             is_gone = entry.mounts != mounts
             target.appending[number] -= 1
             for index, place in enumerate(places.tolist()):
@@ -322,7 +328,7 @@ class BlockMover:
                 written.append(row)
                 written_bytes += len(image)
                 if catalog.is_deleted(row):
-                    # Up to this record only: the block may have been put again since.
+                    # Cover this record only: the block may have been put again since.
                     below = int(records["stamp"][index]) + 1
                     removed.append(Tombstone(catalog.table.key(row), below, state.stamps.next()))
             if not removed:
@@ -356,7 +362,7 @@ class BlockMover:
 def whole_reads(
     words: Array, places: Sequence[int], payload_bytes: Array, images: Sequence[int]
 ) -> Array:
-    """Reads of whole records, verified as their heads say."""
+    """READ_DTYPE rows for whole records, verified by the checksums in their heads."""
     reads = np.zeros(len(words), READ_DTYPE)
     reads["key"], reads["place"], reads["image"] = words, places, images
     reads["payload_bytes"] = reads["stop"] = payload_bytes
@@ -364,7 +370,7 @@ def whole_reads(
 
 
 def rest(state: StoreState, tiers: Sequence[LowerTier], since_s: float) -> None:
-    """Leave tiers that were worked on since then to foreground reads, if there are any."""
+    """Pause after background work since `since_s`, if callers have read from these tiers since."""
     busy = [lower for lower in tiers if lower.foreground.busy_since(since_s)]
     if busy:
         share = HEAD_SHARE if any(lower.volumes.contiguous_bytes for lower in busy) else FLASH_SHARE

@@ -1,7 +1,7 @@
-"""Makes room on a volume: picks a segment, moves what earned it, drops the rest, frees it.
+"""Makes room on a volume: chooses a segment, moves its valuable blocks, drops the others, frees it.
 
-The lock is taken for a few hundred blocks at a time, so that callers are not held up by a segment
-of many small ones; each step looks again at what may have changed meanwhile.
+The lock is held for a few hundred blocks at a time, so that callers do not wait for a segment of
+many small blocks. Each step checks again what may have changed meanwhile.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import numpy as np
 from kvdepot.core.volume import SEGMENT_SHIFT, Purpose
 from kvdepot.format.record import record_bytes, record_sizes
 from kvdepot.index.table import NONE, Bools, Rows
-from kvdepot.policy.placing.reclaim import SegmentFacts, abandoned, rule_named
+from kvdepot.policy.placing.reclaim import SegmentFacts, abandoned, most_garbage, rule_named
 from kvdepot.store.move.demote import Demoter
 from kvdepot.store.move.mover import PIECE_BYTES, BlockMover, CopyJob
 from kvdepot.store.state.background_throttle import ChunkSizer
@@ -25,17 +25,17 @@ from kvdepot.store.state.state import StoreState
 
 _OLDEST: Final = 8
 _NEWEST: Final = 4
-"""Segments looked at for each reclaim; the newest, in case one prompt outgrows the drive."""
+"""Number of the newest segments that are candidates too, for a prompt larger than the drive."""
 _DESCENDANTS_MAX: Final = 4096
-"""Blocks counted below a segment's own; more make no difference to the choice."""
+"""Most descendants of a segment's blocks that are counted."""
 _STEP: Final = 256
-"""Blocks dealt with before other threads get the lock."""
+"""Most blocks handled while the lock is held."""
 _PATIENCE_S: Final = 2.0
-"""Longest wait of write-back for room that leases hold, before blocks are dropped."""
+"""Longest wait for leased room before write-back gives blocks up."""
 _LOOK_AGAIN_S: Final = 0.05
 _SHRINK_AGAIN_S: Final = 10.0
-"""A volume whose leased blocks do not fit into fewer segments is tried again after this time, or
-when there are no leases."""
+"""A volume that could not be shrunk because of leases is tried again after this time, or when there
+are no leases."""
 
 
 class VolumeRoom:
@@ -48,13 +48,12 @@ class VolumeRoom:
         self._lower = lower
         self.reclaimer = Reclaimer(state, lower, mover, demoter)
         self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        """Held by the thread that reclaims on a volume or opens it."""
+        """One lock for each volume, held while it is reclaimed or reopened."""
         self._shrinking: dict[int, float] = {}
-        """Volumes that have more segments than they may, and when to go on although there are
-        leases."""
+        """Volumes with surplus segments, and the time to try again even if there are leases."""
 
     def make(self, volume: int, nbytes: int) -> bool:
-        """Do what lets a refused append succeed. False: nothing helps."""
+        """Make room for a refused append. False: that is not possible."""
         with self._upkeep(volume, self._lower.config.write_timeout) as mine:
             if not mine:
                 return False
@@ -66,7 +65,9 @@ class VolumeRoom:
             return facts.room_bytes >= nbytes or self.reclaimer.reclaim(volume)
 
     def wait_for(self, volume: int, nbytes: int) -> bool:
-        """`make`, once leases and writes let go of room that they hold. False: nothing helps."""
+        """`make`, after waiting for leases and writes that hold room. False:
+        that is not possible.
+        """
         state = self._state
         deadline_s = state.clock.now() + _PATIENCE_S
         while not self.make(volume, nbytes):
@@ -76,11 +77,11 @@ class VolumeRoom:
                 if held_up:
                     state.lock.room.wait(_LOOK_AGAIN_S)
             if not held_up:
-                return self.make(volume, nbytes)  # it may have become free just now
+                return self.make(volume, nbytes)  # room may have become free since
         return True
 
     def keep_spare(self, volume: int) -> None:
-        """Reclaim ahead of need, while the new segment still has room for what is kept."""
+        """Reclaim ahead of need, while the open segment has room for the blocks that are moved."""
         with self._upkeep(volume, 0.0) as mine:
             while mine:
                 facts = self._state.volumes.facts(volume)
@@ -90,11 +91,11 @@ class VolumeRoom:
                     return
 
     def shrink(self, number: int, timeout_s: float = 0.0) -> None:
-        """Reclaim until a volume has no more segments than it may. What leases hold up, or another
-        thread's reclaim, is left to the watchdog, which tries again.
+        """Reclaim until a volume has no surplus segments. If leases or another thread's reclaim
+        prevent that, the watchdog tries again.
 
-        Leased blocks are moved, not dropped: where as many reclaims as there are segments have not
-        made them fewer, the next would only write the same blocks again.
+        Leased blocks are moved, not dropped. So it ends after as many reclaims as there are
+        segments: more would only write the same blocks again.
         """
         volume = self._state.volumes[number]
         self._shrinking[number] = 0.0
@@ -114,7 +115,7 @@ class VolumeRoom:
                 fewest = min(left, fewest)
 
     def shrink_again(self, volume: int) -> None:
-        """Go on with what `shrink` could not end."""
+        """Continue a `shrink` that could not be completed."""
         due_s = self._shrinking.get(volume)
         if due_s is not None and (
             not self._state.catalog.leased or self._state.clock.now() >= due_s
@@ -122,7 +123,7 @@ class VolumeRoom:
             self.shrink(volume)
 
     def restore(self, volume: int, timeout_s: float = 1.0) -> bool:
-        """Open a volume that was lost again, unless another thread does. True: it can be used."""
+        """Reopen a lost volume, unless another thread does. True: it can be used."""
         with self._upkeep(volume, timeout_s) as mine:
             return mine and self._state.volumes.facts(volume).lost and self._open_again(volume)
 
@@ -132,7 +133,7 @@ class VolumeRoom:
         if not entry.volume.facts().may_reopen:
             return False
         with state.lock:  # before its locations become invalid
-            entry.mounts += 1  # what is being appended to it now is gone, too
+            entry.mounts += 1  # appends under way are lost, too
             self._lower.forget_volume(number)
         blocks = volumes.reopen(entry)
         if blocks is not None:
@@ -154,8 +155,8 @@ class VolumeRoom:
 
 
 def make_durable(state: StoreState) -> None:
-    """Blocks that were copied to other volumes and tiers are durable, as far as these work, before
-    the segment that they came from goes.
+    """Sync all working volumes, so that blocks copied to them are durable before their segment is
+    freed.
     """
     for lower in state.lower_tiers:
         if lower.writable:
@@ -189,7 +190,7 @@ class MoveOut(CopyJob):
 
 
 class Reclaimer:
-    """Frees segments. For one thread a volume at a time (VolumeRoom)."""
+    """Frees segments. Used by one thread for each volume at a time (VolumeRoom)."""
 
     def __init__(
         self, state: StoreState, lower: LowerTier, mover: BlockMover, demoter: Demoter | None
@@ -202,7 +203,7 @@ class Reclaimer:
         self._rule = rule_named(lower.config.eviction)
 
     def reclaim(self, volume: int) -> bool:
-        """Free one segment. False: there is none that could be."""
+        """Free one segment. False: none can be freed."""
         tried: set[int] = set()
         while True:
             with self._state.lock:
@@ -220,7 +221,9 @@ class Reclaimer:
         return True
 
     def is_held_up(self, number: int) -> bool:
-        """True if a segment could go once its blocks are no longer leased or being written."""
+        """True if a segment could be freed once its blocks are no longer leased
+        or being written.
+        """
         assert self._state.lock.held()
         volume = self._volumes[number]
         facts = volume.facts()
@@ -234,8 +237,8 @@ class Reclaimer:
         )
 
     def _empty(self, volume: int, segment: int, rows: Rows, stays: Bools) -> bool:
-        """Take every block out of a segment. False: blocks in use found no room, the volume fails,
-        or the store closes before all that should be demoted is.
+        """Move or drop all blocks of a segment. False: there was no room for blocks in use, the
+        volume failed, or the store closed before all blocks were demoted.
         """
         if self._demoter is not None:
             self._demoter.demote(rows[~stays].tolist(), urgent=True)
@@ -251,8 +254,13 @@ class Reclaimer:
         return True
 
     def _choose(self, volume: int, tried: set[int]) -> tuple[int, Rows, Bools] | None:
-        """The segment to go, its live rows and which of them are written again."""
+        """Choose a segment to free. Returns it, its live rows, and True for rows to be moved."""
         assert self._state.lock.held()
+        garbage = self._garbage(volume, tried)
+        if garbage is not None:
+            rows = self._lower.live(volume, garbage)
+            closed = self._state.catalog.closed.mask(rows)
+            return garbage, rows, self._needed(rows) | ~closed
         candidates = []
         segment_bytes = self._volumes.facts(volume).segment_bytes
         for segment in self._candidates(volume, tried):
@@ -270,15 +278,24 @@ class Reclaimer:
         others = looked_at[:at] + looked_at[at + 1 :]
         return segment, rows, self._rule.keep(facts, self._needed(rows), others)
 
+    def _garbage(self, number: int, tried: set[int]) -> int | None:
+        """A full segment at least half of which is dead records, if there is one."""
+        volume = self._volumes[number]
+        facts, table = volume.facts(), volume.segments()
+        if facts.is_remote:
+            return None  # objects have no fixed size
+        tried = tried | self._lower.unentered(number, table)
+        mine = np.flatnonzero(table.sealed & ~np.isin(table.segments, list(tried)))
+        at = most_garbage(table.live_bytes[mine], facts.segment_bytes)
+        return None if at is None else int(table.segments[mine[at]])
+
     def _candidates(self, number: int, tried: set[int]) -> list[int]:
-        """The segments that may be chosen from, oldest first: full ones all of whose records are in
-        the index.
-        """
+        """The candidates, oldest first: full segments with all of their records in the index."""
         volume = self._volumes[number]
         table = volume.segments()
         tried = tried | self._lower.unentered(number, table)
         sealed = [one for one in table.segments[table.sealed].tolist() if one not in tried]
-        if self._lower.pinned.total:  # else pins could hide all that may go
+        if self._lower.pinned.total:  # else pins could hide all reclaimable segments
             segment_bytes = volume.facts().segment_bytes
             live = self._lower.live
             loose = (one for one in sealed if not self._in_use(live(number, one), segment_bytes))
@@ -287,8 +304,8 @@ class Reclaimer:
         return sealed[:_OLDEST] + sealed[max(_OLDEST, len(sealed) - _NEWEST) :]
 
     def _in_use(self, rows: Rows, segment_bytes: int) -> bool:
-        """True if so much of a segment is leased or pinned that emptying it would gain
-        nothing.
+        """True if more than half of a segment is leased or pinned, so that
+        moving it gains little.
         """
         held = self._state.catalog.leased_rows(rows) | self._lower.bound(rows)
         return bool(self._sizes(rows[held]).sum() > segment_bytes // 2)
@@ -313,9 +330,9 @@ class Reclaimer:
         )
 
     def _look_below(self, volume: int, segment: int, rows: Rows) -> tuple[Rows, Rows]:
-        """Return each block's last use, with that of its descendants, and the descendants' bytes.
+        """Return the last use of each block and its descendants, and the bytes of the descendants.
 
-        Follows prefixes out of the segment, _DESCENDANTS_MAX blocks at most.
+        Looks at _DESCENDANTS_MAX descendants outside the segment at most.
         """
         catalog, lower = self._state.catalog, self._lower
         stamps = catalog.tree.stamp.array[rows]
@@ -356,9 +373,8 @@ class Reclaimer:
         return needed
 
     def _clear(self, volume: int, segment: int, rows: list[int], stays: list[bool]) -> None:
-        """Move or drop some of a segment's blocks.
-
-        Those that cannot be moved are dropped too, unless they are in use.
+        """Move or drop some blocks of a segment. Blocks that cannot be moved are dropped, unless
+        they are in use.
         """
         state, catalog, lower = self._state, self._state.catalog, self._lower
         with state.lock:
@@ -377,7 +393,7 @@ class Reclaimer:
             if not piece.rows or not self._mover.copy(job, piece, [volume], None):
                 break
         facts = self._volumes.facts(volume)
-        writes = facts.up and not facts.full  # else it is the disk that has no room for them
+        writes = facts.up and not facts.full  # else the disk itself is full
         with state.lock:
             for row in kept:
                 stuck = lower.place_in(row, volume, segment) != NONE
@@ -386,9 +402,9 @@ class Reclaimer:
             state.unlease(kept)
 
     def _drop(self, volume: int, segment: int, rows: list[int], kept: set[int]) -> None:
-        """Evict blocks, and before each what continues it: a tail without its head is no use.
+        """Evict blocks, and before each its descendants, which are useless without it.
 
-        What a slower tier has too leaves alone.
+        A block that a slower tier has too is evicted without its descendants.
         """
         catalog, lower = self._state.catalog, self._lower
         victims: dict[int, None] = {}
@@ -405,7 +421,7 @@ class Reclaimer:
         self._evict(list(victims))
 
     def _is_held(self, row: int) -> bool:
-        """True if a block is leased, or under a pin that rests on this tier."""
+        """True if a block is leased, or pinned to this tier."""
         return bool(self._state.catalog.leases(row)) or self._lower.is_bound(row)
 
     def _evict(self, rows: list[int]) -> None:

@@ -23,14 +23,14 @@ COUNTERS: Final = (
     "put_present",
     "put_throttled",
     "put_refused",
-    # Of those stored: taken while too much waited to be written.
+    # Stored blocks that were accepted while the write queue was full.
     "put_deferred",
     "put_bytes",
     *(f"get_{tier}" for tier in TIER_NAMES),
     "get_miss",
     "get_bytes",
     "promoted",
-    # Brought to memory because of a hint.
+    # Read into memory because of a hint.
     "hinted",
     # Copied to a slower tier.
     "demoted",
@@ -39,7 +39,7 @@ COUNTERS: Final = (
     # Given up by write-back: in memory only.
     "write_failed",
     *(f"evicted_{tier}" for tier in TIER_NAMES),
-    # Of those evicted: their drive was drained, and no other took them.
+    # Evicted blocks that no other drive accepted when theirs was drained.
     *(f"drained_{tier}" for tier in LOWER_TIERS),
     # Written again because their segment was reclaimed.
     *(f"moved_{tier}" for tier in LOWER_TIERS),
@@ -57,11 +57,11 @@ COUNTERS: Final = (
     "removal_unrecorded",
     "events_lost",
 )
-"""Totals of blocks, if the name does not say otherwise."""
+"""All counters. They count blocks, unless the name says otherwise."""
 _BUCKETS: Final = 28
 """Number of buckets of a histogram: the last begins at 67 s."""
 _LATEST: Final = 20
-"""Decisions that `stats` shows one by one."""
+"""Number of latest decisions in `stats`."""
 
 
 class LatencyHistogram:
@@ -71,7 +71,7 @@ class LatencyHistogram:
 
     def __init__(self) -> None:
         self.counts = [0] * _BUCKETS
-        """counts[n]: less than 2**n microseconds, and not less than 2**(n-1)."""
+        """counts[n]: durations of at least 2**(n-1) and less than 2**n microseconds."""
         self.total_s = 0.0
 
     def observe(self, seconds: float) -> None:
@@ -84,7 +84,7 @@ class LatencyHistogram:
 
 
 class LookupCounts:
-    """Calls that ask how much of a prompt is there."""
+    """Counts lookups of prompts and their results."""
 
     def __init__(self) -> None:
         self.full = 0
@@ -97,7 +97,7 @@ class LookupCounts:
         """Blocks by the fastest tier that has them, in the order of TIER_NAMES."""
 
     def add(self, asked: int, found: bytes) -> None:
-        """`found`: the fastest tier of each block that was found, as a place in TIER_NAMES."""
+        """`found`: the fastest tier of each found block, as an index in TIER_NAMES."""
         self.asked_blocks += asked
         self.found_blocks += len(found)
         if len(found) == asked:
@@ -137,7 +137,7 @@ class FirstTokens:
             self._recompute_s += first.recompute_s
 
     def describe(self, now_s: float) -> dict[str, Any]:
-        """For `stats`: the newest decision first; what is not known is null."""
+        """The values for `stats`, newest decision first; unknown values are None."""
         return {
             "decisions": {why.name.lower(): count for why, count in self._counts.items() if count},
             "compared": self._compared,
@@ -191,7 +191,7 @@ class Activity:
                 self.counters["events_lost"] += event.count
 
     def describe(self, now_s: float) -> dict[str, Any]:
-        """For `stats`."""
+        """The values for `stats`."""
         match, lease = self._lookups[False], self._lookups[True]
         return {
             "counters": dict(self.counters),

@@ -1,4 +1,4 @@
-"""The ledger counts the tokens that were given back to engines, and the prefill time they saved.
+"""The ledger counts the tokens that were served to engines, and the prefill time that they saved.
 
 The ledger multiplies the tokens of served blocks by the prefill speed that the engine reported for
 the namespace or, without a report, by `ledger.prefill_tokens_per_s`. It adds the result to the
@@ -23,7 +23,7 @@ TENANTS_MAX: Final = 64
 OTHERS: Final = "(others)"
 """The account of all tenants after the first TENANTS_MAX."""
 SESSIONS_MAX: Final = 1 << 12
-"""The ledger drops the session that was named longest ago when there are more."""
+"""Most sessions. The ledger drops the one that was named longest ago."""
 SESSIONS_LISTED: Final = 100
 _UNCLAIMED_MAX: Final = 256
 """Limit of the namespaces with calls that belong to no session yet, and of the calls in each."""
@@ -39,7 +39,7 @@ class Account:
     gpu_s: float = 0.0
     """Seconds of prefill that the engine did not need to compute."""
     untimed_tokens: float = 0.0
-    """Tokens given back while no prefill speed was known. They add nothing to `gpu_s`."""
+    """Tokens served while no prefill speed was known. They add nothing to `gpu_s`."""
 
     def add(self, other: "Account") -> None:
         for tier, tokens in other.tokens.items():
@@ -85,9 +85,9 @@ class SavingsLedger:
         self._total = Account()
         self._tenants: dict[str, Account] = {}
         self._sessions: OrderedDict[tuple[bytes, str], Account] = OrderedDict()
-        """By tag and name. The session that was named last is at the end."""
+        """Accounts of sessions by tag and name, in the order in which they were named."""
         self._unclaimed: OrderedDict[bytes, OrderedDict[int, Account]] = OrderedDict()
-        """By tag and digest of the last block of a call: what no session has claimed yet."""
+        """Accounts of calls that belong to no session yet, by tag and digest of the last block."""
 
     def observe(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -101,15 +101,15 @@ class SavingsLedger:
                 self._prefill[event.tag] = _Prefill(event.token_s, event.pair_s)
 
     def _registered(self, tag: bytes, description: bytes) -> None:
-        """Count the blocks of a namespace from now on, unless they are windows or states. The
-        engine keeps those beside the blocks of full attention, for the same tokens.
+        """Count the blocks of a namespace from now on. Windows and states are not counted: they
+        are for the same tokens as the blocks of full attention.
         """
         space = _described(description)
         if space is not None and (tag in self._spaces or len(self._spaces) < _SPACES_MAX):
             self._spaces[tag] = space
 
     def _served(self, event: BlocksServed) -> None:
-        """Blocks of one prompt were given back from a tier."""
+        """Count served blocks of one prompt and tier."""
         tag, blocks = event.tag, event.whole
         space = self._spaces.get(tag)
         if space is None:
@@ -132,7 +132,7 @@ class SavingsLedger:
         _drop_first(self._unclaimed, _UNCLAIMED_MAX)
 
     def _session_named(self, tag: bytes, name: str, words: Keys) -> None:
-        """A session has this prompt: it claims the calls that ended with a block of the prompt."""
+        """Add calls that ended with a block of this prompt to the account of its session."""
         calls = self._unclaimed.get(tag)
         if not calls:
             return
@@ -194,7 +194,7 @@ def _drop_first(many: OrderedDict[Any, Any], limit: int) -> None:
 
 
 def _described(description: bytes) -> _Space | None:
-    """The namespace of a description; None: its blocks are not counted."""
+    """Parse a description of a namespace; None if its blocks are not counted."""
     try:
         said: Mapping[str, Any] = json.loads(description)
         layout, shards = said["layout"], max(1, int(said["shard_size"]))

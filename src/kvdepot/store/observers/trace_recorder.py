@@ -20,7 +20,7 @@ from kvdepot.store.events import Event, LookedUp
 Digests = npt.NDArray[np.uint64]
 
 _SAME_S: Final = 10.0
-"""A prompt that is looked up again within this time is the same request."""
+"""A repeated lookup of a prompt within this time belongs to the same request."""
 _RECENT_MAX: Final = 4096
 _QUEUE_MAX: Final = 1 << 16
 _FILE_BYTES_MAX: Final = 1 << 30
@@ -39,7 +39,7 @@ class TraceRecorder:
     """One recording: an observer of the store. A thread writes; a full disk ends the recording."""
 
     def __init__(self, path: Path, block_tokens: int, clock: Clock) -> None:
-        """Begin a new file, or ConfigError."""
+        """Create the file and start the thread. ConfigError if the file cannot be created."""
         try:
             fd = open_private_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             self._file = os.fdopen(fd, "w")
@@ -50,7 +50,7 @@ class TraceRecorder:
             raise ConfigError("record", reason, hint=_hint(path, error)) from error
         self.path = path
         self.requests = 0
-        """Written so far."""
+        """Requests written so far."""
         self._block_tokens = block_tokens
         self._began_s = clock.now()
         self._bytes = 0
@@ -61,7 +61,7 @@ class TraceRecorder:
         self._thread.start()
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Queue the lookups, but for prompts that were looked up a moment before."""
+        """Queue the lookups, except for those of the same request."""
         for event in events:
             if not isinstance(event, LookedUp) or not len(event.keys) or event.at_s < self._began_s:
                 continue
@@ -74,7 +74,7 @@ class TraceRecorder:
                 self._queue.append((event.at_s - self._began_s, event.keys[:, 2]))
 
     def close(self) -> int:
-        """Write what is left. Returns how many requests were recorded."""
+        """Write the queued requests and end. Returns the number of recorded requests."""
         self._stop.set()
         self._thread.join()
         return self.requests
@@ -86,7 +86,7 @@ class TraceRecorder:
             self._write()
             self._file.close()
         except OSError:
-            self._stop.set()  # what was written so far is a trace
+            self._stop.set()  # the lines written so far are a valid trace
 
     def _write(self) -> None:
         while self._queue:

@@ -1,10 +1,10 @@
-"""Prefetch: blocks that will soon be read come to memory in the background.
+"""Prefetch: reads blocks into memory in the background before they are requested.
 
-One thread serves the most urgent hint first, a few blocks at a time, and rests while callers read.
-The blocks that may wait are bounded; further ones are not taken. Blocks from a hard drive go to the
-SSDs as well, as after any other read. A block for which there is no room in memory is not read.
+One thread serves the most urgent hint first, a few blocks at a time, and pauses while callers read.
+The number of waiting blocks is bounded; further ones are ignored. Blocks of a hard drive are
+promoted to the SSDs, as after any other read. A block is not read if memory has no room for it.
 
-Read-ahead hints at the next piece of a prompt that is read piece by piece from a hard drive.
+Read-ahead prefetches the next part of a prompt that is read part by part from a hard drive.
 """
 
 import threading
@@ -27,30 +27,30 @@ _STEP_BYTES: Final = 32 << 20
 _LOOK_MAX: Final = 512
 _FIRST_BYTES: Final = 1 << 20
 _ALONE_S: Final = 0.15
-"""Longest wait of a call for a step that began before it."""
+"""Intended duration of a step while no call reads, which a new call may have to wait for."""
 _MEMORY_SHARE: Final = 0.25
-"""Share of the memory that hints may fill before it is used."""
+"""Share of memory that prefetched blocks may take."""
 _HINTS_MAX: Final = 4096
 _STEP_S_MAX: Final = 60.0
-"""A drive that takes longer for one step is too late for any deadline."""
+"""Longest time of one step; a slower drive would miss any deadline."""
 _ENDS_MAX: Final = 1024
 _AHEAD_DEADLINE_S: Final = 10.0
 
 
 class Hint:
-    """Blocks that are brought to memory; can be awaited or cancelled."""
+    """Blocks that are being read into memory. Implements core.depot.PrefetchHint."""
 
     def __init__(
         self, blocks: Array, deadline_s: float, session_state: SessionState = SessionState.NONE
     ) -> None:
-        """`blocks`: rows of BLOCK_DTYPE. `deadline_s`: by the store's clock."""
+        """`blocks` are rows of BLOCK_DTYPE; `deadline_s` is a time of the store's clock."""
         self.deadline_s = deadline_s
         self.wanted = len(blocks)
-        """Blocks that it is to bring; others are in memory, unknown, or too many."""
+        """Number of blocks to read; others are in memory, unknown, or too many."""
         self.resident = 0
-        """Leading blocks of what was asked for that are in the store."""
+        """Number of leading blocks of the request that are in the store."""
         self.brought = 0
-        """Blocks that are in memory because of it."""
+        """Number of blocks that it has read into memory."""
         self.session_state = session_state
         self._lock = threading.Lock()
         self._left = blocks
@@ -60,28 +60,28 @@ class Hint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of records that are still to come."""
+        """Bytes of the records that are still to be read."""
         return int(record_sizes(self._left["payload_bytes"]).sum())
 
     def cancel(self) -> None:
-        """Bring no more; what is under way still arrives. May be called twice."""
+        """Start no further reads; those under way complete. May be called twice."""
         with self._lock:
             self._left = self._left[:0]
         self._ended.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """True once everything was brought, or will not be."""
+        """Wait for the end. False if it has not ended after `timeout_s`."""
         return self._ended.wait(timeout_s)
 
     def first(self, count: int) -> Array:
-        """The first blocks that are left."""
+        """The first blocks that are still to be read."""
         return self._left[:count]
 
     def take(self, volumes: Ints, limit_bytes: int, each_bytes: int) -> tuple[Array, Ints]:
-        """The next blocks, and the volume of each.
+        """Remove and return the next blocks, and the volume of each.
 
-        `volumes` are those of the first that are left. At least one block, and of each volume one;
-        otherwise at most `limit_bytes`, and from one volume `each_bytes`.
+        `volumes` are those of the first remaining blocks. Takes at most `limit_bytes`, and
+        `each_bytes` from one volume, but at least one block of each volume that it reaches.
         """
         with self._lock:
             volumes = volumes[: len(self._left)]
@@ -108,10 +108,10 @@ class Prefetcher:
         self._reader = reader
         self._hints: list[Hint] = []
         self._size = ChunkSizer(_STEP_BYTES, _ALONE_S)
-        """Bytes read in one step while no call reads."""
+        """Bytes to read in one step while no call reads."""
         self._size.nbytes = _FIRST_BYTES
         self._small_size = ChunkSizer(_STEP_BYTES)
-        """Bytes read from one drive in one step while calls read too."""
+        """Bytes to read from one drive in one step while calls read from it."""
         self._thread: threading.Thread | None = None
         contiguous_bytes = max(
             (lower.volumes.contiguous_bytes for lower in state.lower_tiers), default=0
@@ -122,9 +122,9 @@ class Prefetcher:
     def start(
         self, blocks: Array, deadline_s: float, session_state: SessionState = SessionState.NONE
     ) -> Hint:
-        """Begin to read blocks into memory within `within_s`, as far as there is room.
+        """Begin to read blocks into memory within `deadline_s`, as far as there is room.
 
-        `session_state` is that of the session that they belong to.
+        `session_state` is that of the session of the blocks. Does not block.
         """
         state = self._state
         due_s = state.clock.now() + deadline_s
@@ -145,7 +145,7 @@ class Prefetcher:
         return hint
 
     def close(self, timeout_s: float) -> bool:
-        """Cancel everything and wait for the thread. False: it still reads."""
+        """Cancel all hints and wait for the thread. False: it is still reading."""
         with self._state.lock:
             for hint in self._hints:
                 hint.cancel()
@@ -171,7 +171,7 @@ class Prefetcher:
             self._rest(hint, volumes, started_s)
 
     def _next_step(self, hint: Hint, since_s: float) -> tuple[Array, Ints]:
-        """Choose the next reads: many while no call reads there, else few from each drive."""
+        """Choose the blocks of the next step: fewer for each drive while calls read from it."""
         state = self._state
         keys = np.ascontiguousarray(hint.first(_LOOK_MAX)["key"])
         with state.lock:
@@ -181,7 +181,7 @@ class Prefetcher:
         return hint.take(volumes, self._size.nbytes, _STEP_BYTES)
 
     def _busy(self, volumes: Ints, since_s: float) -> list[LowerTier]:
-        """The tiers of these volumes from which calls have read since."""
+        """The tiers of these volumes from which calls have read since `since_s`."""
         numbers = np.unique(volumes[volumes >= 0]).tolist()
         tiers = {self._state.tier_of(number) for number in numbers}
         return [lower for lower in tiers if lower.foreground.busy_since(since_s)]
@@ -194,7 +194,7 @@ class Prefetcher:
             self._small_size.learn(max(parts), spent_s)
 
     def _mark(self, blocks: Array, session_state: SessionState) -> None:
-        """Blocks that have just come to memory are in the state of their session."""
+        """Set the session state of blocks that were read into memory."""
         if session_state is SessionState.NONE:
             return
         catalog = self._state.catalog
@@ -204,7 +204,7 @@ class Prefetcher:
             catalog.leaves.session_changed(here, session_state)
 
     def _most_urgent(self) -> Hint | None:
-        """The hint to go on with; those that are too late, or done, are forgotten."""
+        """The hint with the nearest deadline. Drops hints that are done or too late."""
         with self._state.lock:
             now_s = self._state.clock.now()
             for hint in self._hints:
@@ -217,7 +217,7 @@ class Prefetcher:
             return min(self._hints, key=lambda hint: hint.deadline_s)
 
     def _rest(self, hint: Hint, volumes: Ints, since_s: float) -> None:
-        """Leave the drives to calls that wait for them, as far as the deadline allows."""
+        """Pause if calls are reading from the same drives, as far as the deadline allows."""
         busy = self._busy(volumes, since_s)
         if hint.wait(0.0) or not busy:
             return
@@ -228,10 +228,10 @@ class Prefetcher:
 
 
 class ReadAhead:
-    """Watches reads, and hints at what continues them.
+    """Prefetches the blocks that continue a read.
 
-    Only after a read that goes on where one ended before: an engine asks for a whole prompt at
-    once, and what continues that is another turn of the conversation.
+    Only after a read that continues an earlier one: an engine mostly reads a whole prompt at once,
+    whose continuation is a later turn of the conversation.
     """
 
     def __init__(self, state: StoreState, prefetcher: Prefetcher, contiguous_bytes: int) -> None:
@@ -239,20 +239,20 @@ class ReadAhead:
         self._prefetcher = prefetcher
         self._contiguous_bytes = contiguous_bytes
         self._ends: OrderedDict[bytes, bytes] = OrderedDict()
-        """Keys of the last blocks of the latest reads; with each the key of the block whose read
-        starts the next read-ahead, or nothing."""
+        """The key of the last block of each of the latest reads, and the key of the block whose
+        read starts the next read-ahead, or nothing."""
 
     def after_read(self, call: ReadCall) -> None:
-        """Blocks were read, those of one prompt head first."""
+        """Called after a read of blocks, those of one prompt head first."""
         with self._state.lock:
             wanted = self._next_blocks(call)
         if wanted is not None:
             self._prefetcher.start(wanted, _AHEAD_DEADLINE_S)
 
     def _next_blocks(self, call: ReadCall) -> Array | None:
-        """Return the keys to read ahead after a call."""
+        """The blocks to read ahead after a call, or None."""
         catalog, rows = self._state.catalog, call.rows
-        # Rows of blocks that are still what they were when they were read.
+        # Rows that still have the same block.
         same = (rows != NONE) & (catalog.table.words(rows) == call.blocks["key"]).all(axis=1)
         known = np.flatnonzero(same)
         if not len(known):
@@ -280,8 +280,8 @@ class ReadAhead:
         return blocks
 
     def _following(self, row: int) -> list[int]:
-        """Returns the following blocks of the prompt on a hard-drive tier that are not in memory,
-        if the prefix has one continuation; at most `contiguous_bytes`.
+        """The following blocks of the prompt on a hard-drive tier that are not in memory, if the
+        prefix has one continuation; at most `contiguous_bytes`.
         """
         catalog = self._state.catalog
         nbytes = catalog.nbytes[row]

@@ -1,10 +1,9 @@
 """Reads blocks: from memory in one batch, then from volumes in waves.
 
 A call is a set of columns with a row for each block. Blocks in memory are leased, verified and
-copied by one native call. The others are read in waves, planned while earlier ones are under way:
-a wave lands in slots of memory (promotion) or, where memory is in use, in staging. The volume
-verifies each block and copies it to its target. A block that is corrupt, failed or late is a miss;
-the others are served.
+copied by one native call. The others are read in waves, planned while earlier ones are running. A
+wave is read into slots of memory (promotion) or, if memory is in use, into staging. The volume
+verifies each block and copies it to its target. A corrupt, failed or late block is a miss.
 """
 
 import contextlib
@@ -48,56 +47,56 @@ ABSENT, _CORRUPT, _FAILED, _LATE, _BUSY = (
 VOLUME_CODES: Final = [
     code for (tier, _), code in _CODES.items() if tier is not None and tier not in MEMORY_TIERS
 ]
-"""Answers for blocks that were read from a volume."""
+"""Answer codes for blocks that were read from a volume, by tier."""
 _REASONS: Final = {Outcome.CORRUPT: _CORRUPT, Outcome.FAILED: _FAILED, Outcome.LATE: _LATE}
 _READY, _FILLING = int(CopyState.READY), int(CopyState.FILLING)
 _PLACES: Final = (1 << VOLUME_SHIFT) - 1
 _CACHED_BYTES: Final = 16 << 20
-"""Verified in one batch and then read by the caller: about what stays in a processor's cache."""
+"""Bytes verified in one batch before the sink reads them: about the size of a processor cache."""
 _CHECKS_MAX: Final = 4
-"""Calls whose blocks are verified concurrently at a time; further ones wait for them."""
+"""Most calls whose blocks are verified concurrently; further ones wait."""
 _CHECK_THREADS_MAX: Final = 8
 _WAIT_SHARE: Final = 0.5
-"""Part of a call's time in which it waits for blocks that another call is reading."""
+"""Share of a call's time for which it waits for blocks that another call is reading."""
 _WAVES_A_VOLUME: Final = 3
-"""Under way or queued, with their memory, so that the volume always has work."""
+"""Waves of a call that are running or queued on a volume, so that it always has work."""
 _WAVE_BLOCKS_MAX: Final = 256
 _FIRST_BLOCKS_MAX: Final = 64
-"""So that the first of many small blocks are read early."""
+"""Most blocks of the first wave, so that the first of many small blocks arrive early."""
 _MOVES_MAX: Final = 16
-"""Times that a block which a reclaim moves meanwhile is looked for at its new place."""
+"""Most attempts to read a block that a reclaim moves meanwhile."""
 _LOOK_AGAIN_S: Final = 0.5
 _WAIT_MAX_S: Final = 60.0
 _log = RateLimitedLog("kvdepot.store")
 Sink = Callable[[Arrived], None]
-"""Called with blocks as they come. What it raises is passed on."""
+"""Called with blocks as they arrive. Its exceptions are passed on."""
 
 
 @dataclass(slots=True, eq=False)
 class ReadCall:
-    """One call: columns with a row for each block that the caller may have."""
+    """A read call: columns with a row for each block that the caller may use."""
 
     blocks: Array
-    """Rows of BLOCK_DTYPE. Without an address the sink gets the block in place, if there is one."""
+    """Rows of BLOCK_DTYPE. A block without an address is passed to the sink in place."""
     places: Ints
-    """Their places in the call, for the sink."""
+    """Their indices in the caller's request, for the sink."""
     deadline_s: float
     verify: bool
-    """Verify what is in memory; from volumes everything is verified."""
+    """Verify blocks in memory. Blocks of volumes are always verified."""
     sink: Sink | None
     keep: BlockLease | None = None
-    """Protects what the sink was given and stays in memory."""
+    """Lease for blocks that were passed to the sink and stay in memory."""
     is_prefetch: bool = False
-    """No caller waits for it. It does not count as a use, and reads what can stay in memory."""
+    """True for a prefetch: it does not count as a use, and reads only into memory slots."""
     concurrently: bool = False
-    """The sink gets blocks in memory while they are verified."""
+    """True: the sink gets blocks in memory while they are being verified."""
     waits_for_others: bool = True
-    """True: wait for a while for blocks that another call is reading into memory."""
+    """True: wait some time for blocks that another call is reading into memory."""
     rows: Rows = field(init=False)
     addresses: Ints = field(init=False)
-    """Addresses of records in memory; 0: it is not in memory."""
+    """Addresses of records in memory; 0 for blocks that are not in memory."""
     codes: Array = field(init=False)
-    """For each block its place in ANSWERS."""
+    """The answer for each block, an index into ANSWERS."""
     left_to_others: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -107,7 +106,7 @@ class ReadCall:
         self.codes = np.full(count, ABSENT, np.uint8)
 
     def hand_over(self, indices: Ints, addresses: Ints, lasting: Bools, *, verified: bool) -> None:
-        """Give the sink records that can be read in place."""
+        """Pass records to the sink in place."""
         if self.sink is None or not len(indices):
             return
         if self.keep is not None:
@@ -117,14 +116,14 @@ class ReadCall:
 
 @dataclass(slots=True, eq=False)
 class Wave:
-    """Blocks that are read from one volume in one go: columns with a row for each."""
+    """Blocks that are read from one volume in one batch: columns with a row for each."""
 
     indices: Ints
     """Their rows in the call."""
     locations: Ints
     slots: Ints
     promote: Bools
-    """The slot is one of memory, and the block stays there; else it is one of staging."""
+    """True if the slot is in the memory tier, where the block stays; else it is in staging."""
     reads: Array
     """Rows of READ_DTYPE."""
     reading: PendingRead | None = None
@@ -155,10 +154,10 @@ class Reader:
         self._checks = ThreadPoolExecutor(_CHECKS_MAX, "kvdepot-check")
         self._check_threads = min(_CHECK_THREADS_MAX, os.cpu_count() or 1)
         self.after_read: Callable[[ReadCall], None] | None = None
-        """Called after every read that a caller asked for (read-ahead)."""
+        """Called after every read of a caller, for read-ahead."""
 
     def close(self, timeout_s: float) -> bool:
-        """Stop the threads; no call may be under way. False: late I/O still uses the memory."""
+        """Stop the threads. No call may be running. False: late I/O still uses the memory."""
         self._checks.shutdown()
         return self.late.wait(timeout_s)
 
@@ -175,10 +174,10 @@ class Reader:
         is_use: bool = True,
         is_prefetch: bool = False,
     ) -> bytes:
-        """Fill each block's buffer or return the reason: a place in ANSWERS for each block.
+        """Read blocks to their buffers or the sink. Returns an index into ANSWERS for each block
+        that the caller may use.
 
-        `wanted`: the indices of the blocks that the caller may have. `is_use`: it counts as a use
-        of the blocks. See Engine.read.
+        `wanted`: the indices of these blocks. `is_use`: count a use of the blocks. See Engine.read.
         """
         state = self._state
         began_s = state.clock.now()
@@ -213,7 +212,7 @@ class Reader:
         return call.codes.tobytes()
 
     def _look_up(self, call: ReadCall) -> None:
-        """Find the rows, and the records of those in memory: in the fastest that has them."""
+        """Find the rows, and the addresses of records in the fastest memory tier that has them."""
         assert self._state.lock.held()
         catalog = self._state.catalog
         rows = catalog.table.find_many(np.ascontiguousarray(call.blocks["key"]))
@@ -228,7 +227,7 @@ class Reader:
                 upper.note_hits_below(below)
 
     def _from_memory(self, call: ReadCall) -> Ints:
-        """Serve what is in memory. Returns what is on volumes, for damaged copies in memory too."""
+        """Serve blocks in memory. Returns those to read from volumes, also for damaged copies."""
         left = [np.flatnonzero((call.rows != NONE) & (call.addresses == 0))]
         for memory in self._state.memory_tiers:
             start, stop = memory.address, memory.address + memory.arena.memory.nbytes
@@ -238,10 +237,10 @@ class Reader:
         return np.concatenate(left) if len(left) > 1 else left[0]
 
     def _serve(self, call: ReadCall, memory: ArenaTier, mine: Ints) -> Ints:
-        """Serve blocks of one memory tier. Returns those that are damaged here, and on a volume.
+        """Serve blocks of one memory tier. Returns damaged ones that a volume has.
 
-        A slot that holds another block is never served. What is verified and then read in place by
-        the sink goes in small parts, so that the sink finds it in the processor's cache.
+        A slot that holds another block is never served. Blocks that the sink reads in place are
+        verified in small parts, so that they are still in the processor cache.
         """
         same = (keys_at(call.addresses[mine]) == call.blocks["key"][mine]).all(axis=1)
         bad, good = [mine[~same]], mine[same]
@@ -253,7 +252,7 @@ class Reader:
             check = self._checks.submit(transfer, ops, self._check_threads)
             try:
                 self._hand_over(call, good, verified=False)
-            finally:  # the slots are leased until here
+            finally:  # the slots must stay leased until then
                 check.result()
             bad.append(good[ops["result"] != 0])
         elif len(good):
@@ -264,7 +263,7 @@ class Reader:
         return self._drop_damaged(call, memory, damaged) if len(damaged) else damaged
 
     def _copy_out(self, call: ReadCall, indices: Ints) -> Ints:
-        """Verify, copy and hand over as asked. Returns the blocks that failed verification."""
+        """Verify blocks, copy them or pass them to the sink. Returns the damaged ones."""
         blocks = call.blocks[indices]
         intact = copy_out(blocks, call.addresses[indices], verify=call.verify)
         if call.sink is not None:
@@ -278,8 +277,8 @@ class Reader:
         call.hand_over(indices, call.addresses[indices], lasting, verified=verified)
 
     def _drop_damaged(self, call: ReadCall, memory: ArenaTier, bad: Ints) -> Ints:
-        """Drop damaged copies. Returns those that another tier has; a slower memory serves its own
-        when its turn comes.
+        """Drop damaged copies. Returns the blocks that a volume has; a slower memory tier serves
+        its own later.
         """
         state, catalog, left = self._state, self._state.catalog, []
         below = state.memory_tiers[state.memory_tiers.index(memory) + 1 :]
@@ -302,7 +301,7 @@ class Reader:
         return np.array(left, np.int64)
 
     def _from_volumes(self, call: ReadCall, left: Ints) -> None:
-        """Read, but for what another call is reading: that is waited for first."""
+        """Read blocks from volumes, after waiting for those that other calls are reading."""
         admission = self._state.writes.admission
         if admission.learns and not call.is_prefetch:
             with self._state.lock:
@@ -317,8 +316,8 @@ class Reader:
             self._volumes.read(call, np.unique(still))
 
     def _await_others(self, call: ReadCall) -> Ints:
-        """Wait for what other calls read into memory, not too long, and note the addresses of what
-        came. They are leased: they stay.
+        """Wait a limited time for blocks that other calls read into memory. Leases those that have
+        arrived and sets their addresses.
         """
         state, memory = self._state, self._state.memory_tiers[0]
         others = np.array(call.left_to_others, np.int64)
@@ -336,7 +335,7 @@ class Reader:
         return others
 
     def _count(self, call: ReadCall) -> None:
-        """Emit what was served, for each tier and namespace, and count what was not."""
+        """Emit events for the served blocks of each tier and namespace, and count misses."""
         state, tags = self._state, call.blocks["key"][:, 0]
         for code in np.unique(call.codes).tolist():
             tier, of_tier = ANSWERS[code].tier, call.codes == code
@@ -376,7 +375,7 @@ class VolumeReads:
             self._assign(call, volumes, indices)
         try:
             self._read_waves(call, volumes, done)
-        except BaseException:  # of the sink: what is in flight still has to land
+        except BaseException:  # of the sink: running reads must end first
             codes, call.codes, call.sink = call.codes, call.codes.copy(), None
             for reads in volumes.values():
                 while reads.flying:
@@ -385,7 +384,7 @@ class VolumeReads:
             raise
 
     def _assign(self, call: ReadCall, volumes: Volumes, indices: Ints) -> None:
-        """Queue each block on the volume that it is read from."""
+        """Queue each block for the volume to read it from."""
         numbers = self._state.locations(call.rows[indices]) >> VOLUME_SHIFT
         for number in np.unique(numbers[numbers >= 0]).tolist():
             mine, reads = indices[numbers == number], volumes.get(number)
@@ -418,16 +417,18 @@ class VolumeReads:
                         self._assign(call, volumes, np.array(left, np.int64))
 
     def _stop(self, call: ReadCall, busy: list[VolumeWaves]) -> None:
-        """Time is up: nothing starts any more, and what is in flight is left behind."""
+        """At the deadline: cancel queued blocks and waves, and leave running
+        waves to TimedOutIo.
+        """
         for reads in busy:
             self._state.events.count("read_late", len(reads.waiting))
             call.codes[reads.waiting] = _LATE
             reads.waiting = reads.waiting[:0]
-            for wave in [wave for wave in reads.flying if not self._withdraw(call, reads, wave)]:
+            for wave in [one for one in list(reads.flying) if not self._withdraw(call, reads, one)]:
                 self._finish(call, reads, wave)
 
     def _withdraw(self, call: ReadCall, reads: VolumeWaves, wave: Wave) -> bool:
-        """Take back a wave whose turn has not come. False: it has begun."""
+        """Cancel a wave that has not begun. False: it is running."""
         if wave.reading is None or not wave.reading.cancel():
             return False
         state = self._state
@@ -444,7 +445,7 @@ class VolumeReads:
         return True
 
     def _start_waves(self, call: ReadCall, volumes: Volumes, done: Done) -> bool:
-        """Start a wave on every volume that has room for one. False: nothing was planned."""
+        """Start a wave on every volume that can have one more. False: none was started."""
         progress = False
         for reads in list(volumes.values()):
             left = len(reads.waiting)
@@ -460,7 +461,7 @@ class VolumeReads:
         return progress
 
     def _await_room(self, call: ReadCall, volumes: Volumes, done: Done) -> bool:
-        """Wait for memory to read into and start. False: time is up."""
+        """Wait for free memory, then start waves. False: the deadline has passed."""
         state = self._state
         while (wait_s := call.deadline_s - state.clock.now()) > 0:
             if self._start_waves(call, volumes, done):
@@ -472,8 +473,8 @@ class VolumeReads:
     def _start(
         self, call: ReadCall, reads: VolumeWaves, wave: Wave, done: Done, *, inline: bool
     ) -> None:
-        """Begin to read a wave; in this thread, when its result is asked for, if there is nothing
-        to do meanwhile.
+        """Begin to read a wave. `inline`: read in this thread when the result is requested, because
+        there is nothing else to do.
         """
         wave.began_s = self._state.clock.now()
         priority = Priority.PREFETCH if call.is_prefetch else Priority.FOREGROUND
@@ -487,7 +488,7 @@ class VolumeReads:
             wave.reading.when_done(lambda: done.put((reads, wave)))
 
     def _landed(self, call: ReadCall, done: Done) -> list[tuple[VolumeWaves, Wave]]:
-        """Waves that were read; waits for the first, until the deadline."""
+        """Return the waves that have ended. Waits for the first one until the deadline."""
         found: list[tuple[VolumeWaves, Wave]] = []
         with contextlib.suppress(queue.Empty):
             wait_s = max(0.0, call.deadline_s - self._state.clock.now())
@@ -497,10 +498,7 @@ class VolumeReads:
         return found
 
     def _plan(self, call: ReadCall, volumes: Volumes, reads: VolumeWaves) -> Wave:
-        """The next wave: blocks for which there is memory to read into.
-
-        A prefetch reads only what can stay in memory.
-        """
+        """Plan the next wave: blocks for which there is a slot. A prefetch uses no staging."""
         state = self._state
         assert state.lock.held()
         indices, promote = self._choose(call, volumes, reads)
@@ -529,9 +527,9 @@ class VolumeReads:
         return Wave(indices, locations, slots, promote, batch)
 
     def _choose(self, call: ReadCall, volumes: Volumes, reads: VolumeWaves) -> tuple[Ints, Bools]:
-        """Take blocks off the queue that go in one wave. Returns them, and which to promote.
+        """Take the blocks of one wave off the queue. Returns them, and True for those to promote.
 
-        A block that was moved since it was queued goes to the queue of its volume now.
+        A block that was moved since it was queued is queued for its present volume.
         """
         state, lower = self._state, reads.lower
         some = reads.waiting[: _WAVE_BLOCKS_MAX if reads.flying else _FIRST_BLOCKS_MAX]
@@ -562,7 +560,7 @@ class VolumeReads:
         return some, whole & (states == int(CopyState.ABSENT)) & ~again
 
     def _reserve(self, rows: Rows) -> Ints:
-        """Slots of memory that blocks are about to be read into; NONE where there is none."""
+        """Reserve memory slots to read blocks into; NONE for those without one."""
         state = self._state
         slots = np.full(len(rows), NONE, np.int64)
         sizes = record_sizes(state.catalog.nbytes.array[rows])
@@ -576,8 +574,8 @@ class VolumeReads:
         return slots
 
     def _finish(self, call: ReadCall, reads: VolumeWaves, wave: Wave) -> list[int]:
-        """Take in a wave that was read. Returns the blocks to read again: they moved meanwhile, or
-        another tier has them.
+        """Handle the outcomes of a wave. Returns the blocks to read again, because they were moved
+        meanwhile or another tier has them.
         """
         if wave not in reads.flying or wave.reading is None:
             return []
@@ -621,7 +619,7 @@ class VolumeReads:
         return again
 
     def _keep(self, call: ReadCall, lower: LowerTier, wave: Wave, good: Bools) -> None:
-        """Make the slots of what was read blocks of the memory tier, or give them back."""
+        """Make intact promoted blocks visible in the memory tier; free all other slots."""
         state = self._state
         call.codes[wave.indices[good]] = _CODES[lower.name, ""]
         for slot in wave.slots[good & ~wave.promote].tolist():
@@ -636,14 +634,14 @@ class VolumeReads:
                     state.writes.promote(row, lower, sample)
 
     def _failed(self, lower: LowerTier, row: int, location: int, outcome: Outcome) -> bool:
-        """Settle a block that could not be read. True: read it again, from elsewhere."""
+        """Handle a block that could not be read. True: read it again from another place."""
         state = self._state
         if lower.place(row) == location != NONE:
             corrupt = outcome is Outcome.CORRUPT
             state.events.count("quarantined" if corrupt else "read_failed")
             if corrupt:
                 _log.warning(
-                    "%s: volume %d: a corrupt block is dropped", lower.name, volume_of(location)
+                    "%s: volume %d: a corrupt block was dropped", lower.name, volume_of(location)
                 )
             if corrupt or state.volumes.is_up(location):
                 lower.drop(row)
@@ -651,7 +649,7 @@ class VolumeReads:
         return other is not None and (other is not lower or lower.place(row) != location)
 
     def _give_back(self, call: ReadCall, wave: Wave, at: int) -> None:
-        """Free a slot that nothing was read into."""
+        """Free a slot whose block was not read."""
         state = self._state
         if wave.promote[at]:
             state.arena.free(state.catalog.memory.drop(int(call.rows[wave.indices[at]])))
@@ -659,7 +657,9 @@ class VolumeReads:
             state.staging.free(int(wave.slots[at]))
 
     def _set_aside(self, call: ReadCall, wave: Wave, at: int) -> LateRead:
-        """The slot is busy until the kernel lets go of it; the block is not in memory meanwhile."""
+        """Keep the slot of a late read until the kernel has released it. The block is not in
+        memory.
+        """
         state, slot, index = self._state, int(wave.slots[at]), wave.indices[at]
         promote = bool(wave.promote[at])
         if promote:

@@ -1,7 +1,7 @@
-"""Reads that outlived their deadline.
+"""Handles reads that did not end before their deadline.
 
-When the kernel has let go of the slots, what was read into memory and is intact becomes a block of
-the memory tier: too late for the call that asked, there for the next one. Other slots are freed.
+When the kernel has released the slots, intact blocks in memory slots become blocks of the memory
+tier, for later calls. Other slots are freed.
 """
 
 import queue
@@ -21,17 +21,17 @@ _SLICE_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class LateRead:
-    """A slot that the kernel may still fill."""
+    """A slot that the kernel may still write to."""
 
     slot: int
     key: BlockKey
     nbytes: int
     in_arena: bool
-    """Else in staging, where nothing is kept."""
+    """True if the slot is in the memory tier; else it is in staging and will be freed."""
 
 
 class TimedOutIo:
-    """A thread that exists only while something is late."""
+    """Waits for late reads in a thread that exists only while there are any."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -39,7 +39,7 @@ class TimedOutIo:
         self._busy = 0
 
     def add(self, pending: PendingRead, reads: Sequence[LateRead]) -> None:
-        """Keep or free what was read when `pending` has ended. Does not block."""
+        """Keep or free the slots when `pending` has ended. Does not block."""
         with self._state.lock:
             self._work.put((pending, reads))
             self._busy += 1
@@ -47,7 +47,7 @@ class TimedOutIo:
                 threading.Thread(target=self._run, name="kvdepot-late-reads", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """True once nothing is late any more."""
+        """Wait until no read is late any more. False after `timeout_s`."""
         with self._state.lock:
             return self._state.lock.idle.wait_for(lambda: not self._busy, timeout_s)
 
@@ -69,7 +69,7 @@ class TimedOutIo:
                     return
 
     def _is_good(self, read: LateRead) -> bool:
-        """True if the slot holds the whole block."""
+        """True if the slot is in the memory tier and holds the intact block."""
         if not read.in_arena:
             return False
         image = self._state.arena.image(read.slot, read.nbytes)
@@ -77,7 +77,9 @@ class TimedOutIo:
         return head is not None and head.key == read.key and payload_intact(image, head)
 
     def _keep(self, read: LateRead) -> bool:
-        """Make it a block of the memory tier, unless it is one, or is gone."""
+        """Make the slot a block of the memory tier. False if the block was removed or is there
+        already.
+        """
         assert self._state.lock.held()
         state, catalog = self._state, self._state.catalog
         row = catalog.row(read.key)

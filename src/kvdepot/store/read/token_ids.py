@@ -1,4 +1,4 @@
-"""Token ids and producers of blocks, from the heads of their records."""
+"""Reads token ids and producers of blocks from the heads of their records."""
 
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
@@ -25,13 +25,13 @@ def read_heads(
     parse: Callable[[memoryview, BlockKey], Fact],
     unknown: Fact,
 ) -> list[Fact]:
-    """Parse the head of each block; `unknown` for a block that is not here or cannot be read.
+    """Parse the head of each block; `unknown` for a missing block or one that cannot be read.
 
-    Not a use of the blocks. Reads one page of each block that is not in memory.
+    Does not count as a use. Blocks: reads one page of each block that is not in memory.
     """
     facts = [unknown] * len(keys)
     below: dict[int, list[tuple[int, int, int]]] = {}
-    """Place, payload bytes and index of each block, by volume."""
+    """Place, payload bytes and index of each block to read, by volume."""
     with state.lock:
         for index, row in enumerate(state.catalog.rows(keys)):
             memory = state.memory_of(row) if row != NONE else None

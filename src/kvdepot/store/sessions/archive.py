@@ -1,12 +1,12 @@
-"""A session as one file, which any depot can take in: docs/formats.md, "Archives of sessions".
+"""Archives: a session as one file, which any depot can import. docs/formats.md
 
     magic, version, length of the head     fixed
     head                                   JSON: the session, its namespaces and their blocks
     digest of all before                   32 bytes
     for each block: key, lengths, payload, token ids, digest of these
 
-Written and read block by block. What does not match its digest is not taken in, and nothing of a
-prompt behind it: a tail without its head is no use.
+Archives are written and read block by block. A block that does not match its digest is not
+imported, and neither are those after it in the prompt, which are useless without it.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ _PUT_S: Final = 30.0
 
 @dataclass(slots=True)
 class ArchiveProgress:
-    """Progress of an export or import."""
+    """The progress of an export or import."""
 
     done_bytes: int = 0
     total_bytes: int = 0
@@ -61,7 +61,7 @@ class ArchiveProgress:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedPrompt:
-    """The part of a session that lies in one namespace."""
+    """The prompt of a session in one namespace."""
 
     tag: bytes
     description: bytes
@@ -70,7 +70,7 @@ class ArchivedPrompt:
 
 
 class ByteSource(Protocol):
-    """Source of an archive. A short read is its end."""
+    """The source of an archive. A short read is its end."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -78,7 +78,7 @@ class ByteSource(Protocol):
 
 
 class SessionExporter:
-    """Writes and reads archives of one store."""
+    """Exports and imports archives of one store."""
 
     def __init__(
         self,
@@ -91,12 +91,14 @@ class SessionExporter:
         self.transfer = ArchiveProgress()
 
     def export(self, name: str, prompts: Mapping[bytes, Prompt], path: Path) -> dict[str, Any]:
-        """Write a session to a new file. ConfigError where not all of it is in the store."""
+        """Write a session to a new file. ConfigError if the file exists or a block is missing.
+        After an error the file is deleted.
+        """
         pieces = self.pieces(name, prompts)
         try:
             fd = open_private_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError as error:
-            raise ConfigError("file", f"{path} is there already") from error
+            raise ConfigError("file", f"{path} exists already") from error
         try:
             with os.fdopen(fd, "wb") as file:
                 for piece in pieces:
@@ -111,8 +113,8 @@ class SessionExporter:
         return {"session": name, "path": str(path), "blocks": blocks, "bytes": size}
 
     def pieces(self, name: str, prompts: Mapping[bytes, Prompt]) -> Iterator[bytes | memoryview]:
-        """An archive in pieces, each valid until the next is asked for: the head, then what belongs
-        to each block. ConfigError at a block that is not in the store.
+        """Yield an archive in pieces: the head, then those of each block. A piece is valid until
+        the next one is requested. ConfigError if a block is missing.
         """
         parts = [(self._described(tag), prompt.keys(tag)) for tag, prompt in prompts.items()]
         turns = max(prompt.turns for prompt in prompts.values())
@@ -134,14 +136,14 @@ class SessionExporter:
                 transfer.done_bytes += one.layout.block_bytes
 
     def import_file(self, path: Path) -> dict[str, Any]:
-        """Take in a session from a file."""
+        """Import a session from a file."""
         with _opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             return {"path": str(path), **self.import_from(file, str(path), size)}
 
     def import_from(self, source: ByteSource, label: str, size: int = 0) -> dict[str, Any]:
-        """Take in a session. FormatError where its head is damaged; of damaged or missing blocks
-        those before them are taken in, and the answer says so.
+        """Import a session. Blocks before the first damaged or missing one are imported, and the
+        result reports the damage. FormatError if the head is damaged.
         """
         head, parts = _read_head(source, label)
         self.transfer = transfer = ArchiveProgress(0, size)
@@ -158,7 +160,7 @@ class SessionExporter:
                 break
         wanted = sum(part.blocks for part in parts)
         if not damage and source.read(1):
-            damage = "there is something behind the last block"
+            damage = "there is data after the last block"
         return {
             "session": name,
             "blocks": taken,
@@ -173,7 +175,7 @@ class SessionExporter:
             layout = KVLayout.from_description(facts["layout"])
         except (KeyError, ConfigError) as error:
             raise ConfigError(
-                "session", f"what namespace {tag.hex()} stands for is not known"
+                "session", f"namespace {tag.hex()} has no description"
             ) from error
         return ArchivedPrompt(tag, json.dumps(facts, sort_keys=True).encode(), layout, 0)
 
@@ -197,20 +199,22 @@ class SessionExporter:
         yield tokens + _digest(start, buffer[:size], tokens)
 
     def _caller_of(self, one: ArchivedPrompt) -> Caller:
-        """A caller that may read the blocks of one namespace."""
+        """A caller that may use one namespace."""
         size = BlockSize(one.layout.block_bytes, one.layout.chunk_bytes)
         return Caller("export", {tag_word(one.tag): size})
 
     def _check_same(self, part: ArchivedPrompt) -> None:
-        """ConfigError where the store knows the namespace as another one."""
+        """Raise ConfigError if the store has the namespace with another layout."""
         known = self._state.descriptions.facts(part.tag)
         if known and known.get("layout") != json.loads(part.description).get("layout"):
-            raise ConfigError("archive", "this store knows the namespace with another layout")
+            raise ConfigError("archive", "this store has the namespace with another layout")
 
     def _take_in(
         self, source: ByteSource, part: ArchivedPrompt, transfer: ArchiveProgress
     ) -> tuple[list[BlockKey], str]:
-        """Store the intact blocks of one namespace. Returns their keys and the first fault."""
+        """Store the intact blocks of one namespace. Returns their keys, and the
+        first fault or "".
+        """
         size, taken, chain = part.layout.block_bytes, list[BlockKey](), b""
         caller = Caller("import")
         block_size = BlockSize(size, part.layout.chunk_bytes)
@@ -236,7 +240,7 @@ class SessionExporter:
 
 
 def _block(key: BlockKey, buffer: memoryview) -> Array:
-    """One block and its buffer, as a row of BLOCK_DTYPE."""
+    """A row of BLOCK_DTYPE for a block and its buffer."""
     row = np.zeros(1, BLOCK_DTYPE)
     row["key"], row["address"] = as_words([key]), address_of(buffer, True)[0]
     return row
@@ -256,10 +260,10 @@ def _head(
 
 
 def _read_head(source: ByteSource, label: str) -> tuple[dict[str, Any], list[ArchivedPrompt]]:
-    """Read the head of an archive, or FormatError."""
+    """Read the head of an archive. Raises FormatError."""
     fixed = source.read(_FIXED.size)
     if len(fixed) < _FIXED.size or not fixed.startswith(MAGIC):
-        raise FormatError(label, "is no archive of a session")
+        raise FormatError(label, "is not an archive of a session")
     _, version, _, length = _FIXED.unpack(fixed)
     if version > VERSION:
         raise FormatError(
@@ -275,13 +279,13 @@ def _read_head(source: ByteSource, label: str) -> tuple[dict[str, Any], list[Arc
             raise FormatError(label, f"has blocks of format {said['format']!r:.40}")
         return said, [_parsed_part(part) for part in said["namespaces"]]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise FormatError(label, "the head of the archive makes no sense") from error
+        raise FormatError(label, "the head of the archive has invalid fields") from error
 
 
 def _parsed_part(said: dict[str, Any]) -> ArchivedPrompt:
     tag, facts, blocks = bytes.fromhex(said["tag"]), said["description"], said["blocks"]
     if len(tag) != TAG_BYTES or facts["tag"] != tag.hex() or not 0 <= int(blocks) <= _BLOCKS_MAX:
-        raise ValueError("a namespace that makes no sense")
+        raise ValueError("an invalid namespace")
     layout = KVLayout.from_description(facts["layout"])
     return ArchivedPrompt(tag, json.dumps(facts, sort_keys=True).encode(), layout, int(blocks))
 
@@ -289,7 +293,7 @@ def _parsed_part(said: dict[str, Any]) -> ArchivedPrompt:
 def _read_block(
     source: ByteSource, tag: bytes, payload: memoryview
 ) -> tuple[BlockKey | None, bytes]:
-    """The next block, into `payload`, and its token ids; None where it is not as it was written."""
+    """Read a block into `payload`. Returns its key and token ids; None if it is damaged."""
     start = source.read(KEY_BYTES + _LENGTHS.size)
     if len(start) < KEY_BYTES + _LENGTHS.size:
         return None, b""
@@ -312,9 +316,9 @@ def _digest(*pieces: bytes | memoryview) -> bytes:
 
 
 def _opened(path: Path) -> BufferedReader:
-    """A regular file, to be read."""
+    """Open a regular file for reading. FormatError for any other kind of file."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise FormatError(str(path), "is no regular file")
+        raise FormatError(str(path), "is not a regular file")
     return os.fdopen(fd, "rb")

@@ -1,8 +1,8 @@
-"""Pins of sessions: granted once the blocks and the pin are durable, and kept.
+"""Pins of sessions, granted when the blocks and the pin are durable.
 
-A pin binds blocks to the drives: reclaiming moves them on, and drops other blocks. It is
-refused where it could not be kept. All pins take a part of a tier at most, those of one tenant
-a smaller one, so that there is always room to go on.
+Pinned blocks are not evicted from drives: a reclaim moves them and drops other blocks. All pins
+together may take a limited share of a tier, and those of one tenant a smaller one, so that there is
+room for other blocks. A pin that cannot be kept is refused.
 """
 
 import threading
@@ -27,7 +27,7 @@ from kvdepot.store.state.state import StoreState
 
 _LOOK_S: Final = 1.0
 _WRITE_EVERY: Final = 5
-"""Looks between two writes of what has changed."""
+"""Number of `look` calls between two writes of changes."""
 _TOTAL_SHARE: Final = 0.5
 """Share of each tier that all pins together may take."""
 _DURABLE_S: Final = 30.0
@@ -37,18 +37,18 @@ Flush = Callable[[float, Keys | None], FlushReport]
 
 
 class RefusedPinError(KVDepotError):
-    """A pin cannot be granted; says why."""
+    """A pin cannot be granted."""
 
 
 class PinnedBlocks:
-    """Locations of pinned blocks, and the space that they take in each tier."""
+    """Rows of pinned blocks, and the bytes that they take in each tier."""
 
     def __init__(self, state: StoreState, sessions: Sessions) -> None:
         self._state = state
         self._sessions = sessions
 
     def rows(self, parts: Sequence[tuple[bytes, bytes]]) -> Rows:
-        """Rows that the index has of packed keys, by tag."""
+        """The rows of packed keys, given by tag, that are in the index."""
         table = self._state.catalog.table
         found = [table.find_many(unpacked(tag, packed)) for tag, packed in parts]
         rows: Rows = np.concatenate([np.zeros(0, np.int64), *found])
@@ -70,7 +70,7 @@ class PinnedBlocks:
         return sizes
 
     def missing(self, tag: bytes, pin: Pin) -> int:
-        """Blocks of a pin that are on no durable tier any more. With the store's lock."""
+        """Number of blocks of a pin that no durable tier has. With the store's lock."""
         rows = self.rows([(tag, pin.packed)])
         return len(pin) - int(self.is_durable(rows).sum())
 
@@ -89,7 +89,7 @@ class PinnedBlocks:
         )
 
     def check_share(self, new: Rows) -> None:
-        """RefusedPinError where pins would take too much of a tier."""
+        """Raise RefusedPinError if pins would take too much of a tier."""
         state, catalog = self._state, self._state.catalog
         known = np.flatnonzero(self._sessions.pinned.pins.array > 0)
         rows = np.union1d(known, new)
@@ -111,20 +111,20 @@ class PinnedBlocks:
             if taken.total() > _TOTAL_SHARE * room:
                 raise RefusedPinError(
                     f"all pins would take {format_bytes(taken.total())} of {lower.name}'s "
-                    f"{format_bytes(room)}, {_TOTAL_SHARE:.0%} at most",
-                    hint=f"end others, or raise {lower.name}.capacity",
+                    f"{format_bytes(room)}, the limit is {_TOTAL_SHARE:.0%}",
+                    hint=f"end other pins, or raise {lower.name}.capacity",
                 )
             for tenant in mine:
                 if taken[tenant] > share * room:
                     raise RefusedPinError(
                         f"pins of tenant {tenant!r} would take {format_bytes(taken[tenant])} "
-                        f"of {lower.name}'s {format_bytes(room)}, {share:.0%} at most",
-                        hint="end others, or raise sessions.pinned_share",
+                        f"of {lower.name}'s {format_bytes(room)}, the limit is {share:.0%}",
+                        hint="end other pins, or raise sessions.pinned_share",
                     )
 
 
 class PinManager:
-    """Grants, ends and remembers pins, and writes sessions down. One thread of its own."""
+    """Grants and ends pins, and writes sessions and pins to the drives in a thread."""
 
     def __init__(
         self,
@@ -146,10 +146,10 @@ class PinManager:
         self._tally = {"pinned_blocks": 0, "pinned_bytes": 0, "pinned_missing_blocks": 0}
         self._thread = threading.Thread(target=self._run, name="kvdepot-sessions", daemon=True)
         self._writer: threading.Thread | None = None
-        """The last thread that wrote for a caller with a deadline."""
+        """The last thread of `write_in_time`."""
 
     def start(self) -> None:
-        """Know what the drives have, and look after it from now on."""
+        """Load the entries of the drives and start the thread."""
         with self._state.lock:
             self._records.load()
             self._number_on()
@@ -158,7 +158,9 @@ class PinManager:
         self._thread.start()
 
     def _drive_is_back(self) -> None:
-        """Know what a drive has that was away, and keep its blocks. With the store's lock."""
+        """Load the entries of a drive that was reopened, and pin its blocks.
+        With the store's lock.
+        """
         self._records.load()
         self._number_on()
         self._sessions.bind_all()
@@ -168,7 +170,7 @@ class PinManager:
         self._last_number = max(numbers, default=self._last_number)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end of the thread of a store that closes. False: it is still busy."""
+        """Wait for the threads after the store began to close. False: one is still running."""
         threads = [one for one in (self._thread, self._writer) if one and one.is_alive()]
         deadline_s = self._state.clock.now() + timeout_s
         for thread in threads:
@@ -176,7 +178,9 @@ class PinManager:
         return not any(thread.is_alive() for thread in threads)
 
     def grant(self, name: str, tags: Sequence[bytes], until_s: float) -> PinReceipt:
-        """Pin a session's blocks of these namespaces: all, or nothing changes."""
+        """Pin a session's blocks in these namespaces: all of them, or nothing changes. Blocks until
+        they and the pin are durable.
+        """
         with self._granting:
             before: dict[bytes, Pin] = {}
             try:
@@ -203,7 +207,7 @@ class PinManager:
         )
 
     def end(self, name: str, tags: Sequence[bytes]) -> int:
-        """End the pins of a session. Returns how many there were. Written down soon."""
+        """End the pins of a session. Returns their number. The change is written soon."""
         with self._state.lock:
             ended = sum(self._sessions.end_pin(tag, name) for tag in tags)
         self.tally()
@@ -213,8 +217,8 @@ class PinManager:
         return self._wall.now() + (KEEP_S if for_s is None else for_s)
 
     def look(self) -> None:
-        """End pins that are over; pin blocks that have come back; forget
-        sessions that were not named for `sessions.ttl`.
+        """End expired pins, pin blocks that were stored again, and drop sessions that were not
+        named for `sessions.ttl`.
         """
         now_s, sessions = self._wall.now(), self._sessions
         with self._state.lock:
@@ -226,9 +230,7 @@ class PinManager:
             sessions.forget_older(now_s - self._state.config.sessions.ttl)
 
     def tally(self) -> None:
-        """Count the pinned blocks, for `describe`. The store's lock is taken for one
-        pin at a time.
-        """
+        """Count pinned blocks for `describe`. Takes the store's lock for one pin at a time."""
         with self._state.lock:
             pins = list(self._sessions.pins.items())
         missing = 0
@@ -243,7 +245,7 @@ class PinManager:
         }
 
     def describe(self) -> dict[str, int]:
-        """Counts of pins for `stats`; those of blocks are a few seconds old."""
+        """Counts of pins for `stats`. Counts of blocks are some seconds old."""
         return {
             "pins_granted": self._granted,
             "pins_refused": self._refused,
@@ -251,13 +253,13 @@ class PinManager:
         }
 
     def write(self, sync_s: float | None = None) -> bool:
-        """Write down what has changed."""
+        """Write changes to the drives; with `sync_s` durably. True if there is nothing to write."""
         if not self._records.exist or not self._records.dirty:
             return True
         return self._records.write(sync_s)
 
     def write_in_time(self, timeout_s: float) -> None:
-        """`write`, in a thread of its own: a drive that stalls lets go of it later."""
+        """`write` in a thread of its own, and wait for `timeout_s` at most: a drive may stall."""
         if not self._records.exist or not self._records.dirty:
             return
         with self._state.lock:
@@ -291,23 +293,23 @@ class PinManager:
             )
         if not all(one.volumes.are_up for one in durable):
             raise RefusedPinError(
-                "a drive is away, and it may know that blocks of the session were removed",
-                hint="bring it back, or drain it: kvdepot tiers list",
+                "a drive is missing, and may have removals of blocks of the session",
+                hint="attach it again, or drain it: kvdepot tiers list",
             )
         if until_s <= self._wall.now():
-            raise RefusedPinError("the end lies in the past")
+            raise RefusedPinError("the end of the pin is in the past")
         most_s = self._state.config.sessions.keep_max
         if until_s > self._wall.now() + most_s:
             days = most_s / 86400
             raise RefusedPinError(
-                f"pins last {days:g} days at most", hint="raise sessions.keep_max"
+                f"a pin may last {days:g} days at most", hint="raise sessions.keep_max"
             )
         for prompt in prompts.values():
             if len(prompt) * _KEY_BYTES > self._records.pin_bytes_max:
-                raise RefusedPinError("the session is too long to be written down as one pin")
+                raise RefusedPinError("the session has too many blocks for one pin")
 
     def _make_durable(self, prompts: dict[bytes, Prompt]) -> None:
-        """Have all blocks written and synced, or RefusedPinError."""
+        """Write and sync all blocks. RefusedPinError if one is not durable then."""
         state = self._state
         keys = [key for tag, prompt in prompts.items() for key in prompt.keys(tag)]
         with state.lock:
@@ -328,7 +330,7 @@ class PinManager:
         until_s: float,
         before: dict[bytes, Pin],
     ) -> dict[bytes, Pin]:
-        """Pin the blocks in the index, if there is room for them in the tiers."""
+        """Pin the blocks in the index. RefusedPinError if a tier has no room for pins."""
         state, sessions = self._state, self._sessions
         with state.lock:
             rows = self.blocks.rows([(tag, prompt.packed) for tag, prompt in prompts.items()])
@@ -351,7 +353,7 @@ class PinManager:
             return granted
 
     def _write_down(self, name: str, granted: dict[bytes, Pin], before: dict[bytes, Pin]) -> None:
-        """Make the pins durable. RefusedPinError: that failed, and all is as before."""
+        """Make the pins durable. RefusedPinError: that failed, and nothing has changed."""
         if self._records.write(sync_s=self._write_timeout_s()):
             return
         with self._state.lock:
@@ -361,7 +363,7 @@ class PinManager:
                     if tag in before:
                         before[tag].held[:] = False
                         self._sessions.set_pin(tag, name, before[tag])
-        raise RefusedPinError("the pin could not be written down", hint="see kvdepot tiers list")
+        raise RefusedPinError("the pin could not be written", hint="see kvdepot tiers list")
 
     def _write_timeout_s(self) -> float:
         return max(lower.config.write_timeout for lower in self._state.lower_tiers)
@@ -370,11 +372,11 @@ class PinManager:
 _WHY: Final = {
     Durability.WAITING: "were not written in time",
     Durability.POLICY: "are kept in memory by the write mode",
-    Durability.BUDGET: "found no writes left in the drives' budget",
+    Durability.BUDGET: "cannot be written: the drives' write budget is used up",
     Durability.READ_ONLY: "cannot be written: the store is read-only",
-    Durability.NO_DRIVE: "have no drive to go to",
+    Durability.NO_DRIVE: "cannot be written: the store has no drive",
     Durability.FAILED: "could not be written",
-    Durability.EVICTED: "had to make room on their drive",
+    Durability.EVICTED: "were evicted from their drive",
     Durability.ABSENT: "are not in the store",
 }
 

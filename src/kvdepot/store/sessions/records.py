@@ -1,7 +1,7 @@
-"""Sessions and pins as metadata: one entry for each, on every volume (core.metadata).
+"""Stores sessions and pins as metadata: one entry for each on every volume (core.metadata).
 
-Of a session without a pin a few keys of its prompt are kept, from which the index knows the others;
-a pin has all of its own.
+The entry of a session has some keys of its prompt; the index finds those between them. The entry of
+a pin has all of its keys.
 """
 
 import base64
@@ -27,16 +27,16 @@ from kvdepot.store.state.state import StoreState
 
 _ANCHORS: Final = 4
 _SHARE: Final = 128
-"""All sessions take at most 1/128 of the smallest drive, but may take `_BYTES_MIN`."""
+"""Sessions may take 1/128 of the smallest drive, and at least `_BYTES_MIN`."""
 _BYTES_MIN: Final = 256 << 10
 _BYTES_MAX: Final = 64 << 20
 _PIN_SHARE: Final = 2
-"""One pin takes at most half of that."""
+"""One pin may take half of that."""
 
 
 class SessionRecords:
-    """The sessions of one store, as its drives have them. Thread-safe; tiers are written without
-    the store's lock.
+    """The sessions of one store on its drives. Thread-safe; drives are written without the store's
+    lock.
     """
 
     def __init__(self, state: StoreState, sessions: Sessions) -> None:
@@ -45,14 +45,14 @@ class SessionRecords:
         self._written: dict[tuple[MetaKind, bytes], MetaEntry] = {}
         """The entries on the drives, as last written or read."""
         self._bytes = 0
-        """Bytes of the sessions' entries there."""
+        """Bytes of the sessions' entries on a drive."""
         self.dirty: set[SessionId] = set()
-        """Sessions to be written. Guarded by the store's lock, as all above."""
+        """Sessions to be written. The store's lock guards this and the fields above."""
         self._writing = threading.Lock()
 
     @property
     def exist(self) -> bool:
-        """True if sessions can be written to a drive."""
+        """True if there is a drive to which sessions can be written."""
         tiers = self._state.lower_tiers
         return any(lower.writable and not lower.volumes.is_remote for lower in tiers)
 
@@ -62,11 +62,11 @@ class SessionRecords:
         return self._bytes_max() // _PIN_SHARE
 
     def changed(self, session: SessionId) -> None:
-        """A session is to be written as it is, or as forgotten. With the store's lock."""
+        """Mark a session that was changed or dropped, to be written. With the store's lock."""
         self.dirty.add(session)
 
     def load(self) -> None:
-        """Know what the drives have: once before anything else, and when a drive is back. With the
+        """Load the entries of the drives: at the start, and when a drive was reopened. With the
         store's lock.
         """
         known = self._state.volumes.metadata.known()
@@ -83,8 +83,8 @@ class SessionRecords:
             self._restore(name, known, pins)
 
     def write(self, sync_s: float | None = None) -> bool:
-        """Write what has changed; with `sync_s`, make it durable. False: no drive has it. What is
-        not on all drives that should have it is written again another time.
+        """Write changes; with `sync_s` make them durable within that time. False: no drive has
+        them. Entries that a drive lacks are written again later.
         """
         with self._writing:
             with self._state.lock:
@@ -109,7 +109,7 @@ class SessionRecords:
         self._written[entry.kind, entry.name] = entry
 
     def _entries(self, session: SessionId) -> Iterator[MetaEntry]:
-        """The entries to write for a session. Without a pin it is left out if there is no room."""
+        """The entries to write for a session. One without a pin is left out if there is no room."""
         tag, name = session
         label = tag + name.encode()
         prompt = self._sessions.find(tag, name)
@@ -132,7 +132,7 @@ class SessionRecords:
         return max(_BYTES_MIN, min(_BYTES_MAX, min(rooms, default=0) // _SHARE))
 
     def _restore(self, label: bytes, known: Metadata, pins: dict[bytes, bytes]) -> None:
-        """Know a session as the drives have it; one that makes no sense is left out."""
+        """Add a session from its entry. Ignores an invalid entry."""
         entry = known.entries.get((MetaKind.SESSION, label))
         tag = label[:TAG_BYTES]
         try:
@@ -163,7 +163,7 @@ def _session_text(prompt: Prompt) -> bytes:
 def _parse_session(
     catalog: Catalog, tag: bytes, entry: MetaEntry | None, pin: Pin | None
 ) -> Prompt | None:
-    """The session; None if it was forgotten, or the index knows none of its blocks."""
+    """Parse a session; None if it was dropped, or the index has none of its blocks."""
     if entry is None or entry.value is None:
         return None
     fields = parse_object(entry.value)
@@ -200,7 +200,7 @@ def _parse_pin(text: bytes) -> Pin:
 
 
 def _anchors(packed: bytes) -> Iterator[tuple[int, str]]:
-    """Some keys of a prompt, the last first, with their places."""
+    """Some keys of a prompt with their indices, the last first."""
     count = len(packed) // PACKED_BYTES
     places = {count * part // _ANCHORS - 1 for part in range(1, _ANCHORS + 1)} - {-1}
     for place in sorted(places, reverse=True):
@@ -208,7 +208,7 @@ def _anchors(packed: bytes) -> Iterator[tuple[int, str]]:
 
 
 def _chain(catalog: Catalog, tag: bytes, anchors: Iterable[Any]) -> bytes:
-    """The keys of a prompt up to the last anchor that the index knows all of; none: empty."""
+    """The keys of a prompt up to the last anchor for which the index has all; empty if none."""
     for place, text in anchors:
         key = tag + bytes.fromhex(text)
         if len(key) != KEY_BYTES:

@@ -33,12 +33,12 @@ class SessionService(DepotSessions):
     """See core.sessions.DepotSessions."""
 
     caller: Caller
-    """It may use all namespaces."""
+    """A caller that may use all namespaces."""
 
     def __init__(
         self, engine: Engine, namespaces: Namespaces, pinned: PinnedRows, wall: Clock
     ) -> None:
-        """`namespaces` are those of this process."""
+        """`namespaces` are those registered by this process."""
         self._engine = engine
         self._state = engine.state
         self._namespaces = namespaces
@@ -55,11 +55,11 @@ class SessionService(DepotSessions):
         self._wall = wall
 
     def start(self) -> None:
-        """Load what the drives have, and begin the background work."""
+        """Load sessions and pins from the drives, and start the background thread."""
         self.pins.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the threads of a store that closes. False: one is still busy."""
+        """Wait for the threads after the store began to close. False: one is still running."""
         return self.pins.join(timeout_s)
 
     def write_in_time(self, timeout_s: float) -> None:
@@ -84,8 +84,8 @@ class SessionService(DepotSessions):
     def update(
         self, tag: bytes, name: str, keys: Keys | None, state: SessionState, start: int = 0
     ) -> int:
-        """Know the prompt and the state of a session in one namespace; a prompt may come in parts.
-        Returns how many of its leading blocks are here.
+        """Set the prompt and the state of a session in one namespace. A prompt may be given in
+        parts. Returns how many of its leading blocks are stored.
         """
         with self._state.lock:
             if keys is not None:
@@ -93,7 +93,7 @@ class SessionService(DepotSessions):
             return self._sessions.tell(tag, name, keys, state, start)
 
     def hint(self, caller: Caller, tags: Sequence[bytes], name: str, deadline_s: float) -> Hint:
-        """Bring a session's prompts in these namespaces to memory in the background."""
+        """Read a session's prompts in these namespaces into memory in the background."""
         prompts = self._prompts(name, tags)
         state = max((prompt.state for prompt in prompts.values()), default=SessionState.NONE)
         words = [prompt.words(tag) for tag, prompt in prompts.items()]
@@ -105,11 +105,11 @@ class SessionService(DepotSessions):
             return self._sessions.tags_of(checked_name(name))
 
     def keys_of(self, tags: Sequence[bytes], name: str) -> Prompts:
-        """A session's prompt in each of these namespaces that has it."""
+        """The keys of a session's prompt in each of these namespaces that has it."""
         return [prompt.keys(tag) for tag, prompt in self._prompts(name, tags).items()]
 
     def describe(self) -> dict[str, Any]:
-        """For `stats`."""
+        """The counts for `stats`."""
         with self._state.lock:
             found = self._sessions.describe() | self.pins.describe()
         return {**found, "transfer": asdict(self._exporter.transfer)}
@@ -177,8 +177,8 @@ class SessionService(DepotSessions):
         return self._exporter.export(name, prompts, Path(path))
 
     def export_pieces(self, name: str, *, namespace: str = "") -> Iterator[bytes | memoryview]:
-        """Yield the pieces that `export` writes. ConfigError at once if a block is missing
-        now, and at a block that is missing when its turn comes.
+        """Yield the pieces that `export` writes. Raises ConfigError at once if a block is missing,
+        and later if one was evicted meanwhile.
         """
         prompts = self._prompts(name, self._tags(name, namespace))
         with self._state.lock:
@@ -193,12 +193,12 @@ class SessionService(DepotSessions):
         return self._exporter.import_file(Path(path))
 
     def import_from(self, source: ByteSource) -> dict[str, Any]:
-        """Import an archive from another source than a file."""
+        """Import an archive from a source that is not a file."""
         self._state.check_open()
         return self._exporter.import_from(source, "archive")
 
     def _tags(self, name: str, namespace: str) -> Sequence[bytes]:
-        """Namespaces that have a session of that name, or ConfigError."""
+        """Tags of the namespaces that have the session. ConfigError if there is none."""
         self._state.check_open()
         tags = self.namespaces_of(name)
         if namespace:
@@ -242,7 +242,7 @@ class SessionService(DepotSessions):
         }
 
     def _leave_memory(self, tag: bytes, prompt: Prompt) -> int:
-        """Free the memory of blocks that drives have and that nothing in memory continues."""
+        """Free the memory of blocks that drives have and that have no descendants in memory."""
         state, freed = self._state, 0
         with state.lock:
             rows = state.catalog.table.find_many(prompt.words(tag)).tolist()

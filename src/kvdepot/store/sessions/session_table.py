@@ -1,8 +1,8 @@
-"""The prompts of sessions by name, and their state: alive, pending, closed.
+"""The prompts of sessions by name, and their states: alive, pending, closed.
 
-They are kept on the drives too (records.py). A name belongs to one namespace, so
-tenants may use the same name. Number and size are bounded: at the bound, the
-namespace with most sessions forgets its oldest; pinned ones stay.
+They are stored on the drives too (records.py). A name belongs to one namespace, so that tenants may
+use the same name. Number and size are bounded: at the bound the namespace with the most bytes drops
+its oldest session that is not pinned.
 """
 
 import itertools
@@ -26,18 +26,18 @@ NUMBER_MAX: Final = 1 << 16
 BYTES_MAX: Final = 64 << 20
 _WORD_BYTES: Final = 8
 PACKED_BYTES: Final = 3 * _WORD_BYTES
-"""A key without its namespace's tag."""
+"""Bytes of a key without the tag of its namespace."""
 _LOOKED_AT: Final = 4096
 _OVERHEAD_BYTES: Final = 600
-"""Bytes of a name and its entry."""
+"""Estimated bytes of a session without its keys."""
 
 
 SessionId = tuple[bytes, str]
-"""The tag of its namespace, and its name."""
+"""The tag of a session's namespace, and its name."""
 
 
 def unpacked(tag: bytes, packed: bytes) -> Keys:
-    """Keys of a namespace that were kept without its tag."""
+    """Restore the keys of a namespace that are stored without its tag."""
     words = np.empty((len(packed) // PACKED_BYTES, 4), np.uint64)
     words[:, 0] = np.frombuffer(tag, np.uint64)[0]
     words[:, 1:] = np.frombuffer(packed, np.uint64).reshape(-1, 3)
@@ -46,16 +46,16 @@ def unpacked(tag: bytes, packed: bytes) -> Keys:
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """Blocks that are kept until a moment, whatever else needs room."""
+    """Blocks that stay on drives until a time, even if other blocks need room."""
 
     number: int
     packed: bytes
-    """The blocks' keys, as those of a Prompt."""
+    """The keys of the blocks without tags."""
     granted_s: float
     until_s: float
-    """By the time of day."""
+    """End of the pin, by the time of day."""
     held: Bools
-    """True for blocks that the index holds for this pin."""
+    """True for blocks that are counted in PinnedRows for this pin."""
 
     def __len__(self) -> int:
         return len(self.packed) // PACKED_BYTES
@@ -85,7 +85,7 @@ class Prompt:
         return len(self.packed) + _OVERHEAD_BYTES
 
     def words(self, tag: bytes) -> Keys:
-        """The keys, whole again."""
+        """The keys with their tag, four words each."""
         return unpacked(tag, self.packed)
 
     def keys(self, tag: bytes) -> list[BlockKey]:
@@ -98,7 +98,7 @@ SESSION_ORDERS: Final[dict[str, Callable[[tuple[bytes, str, Prompt]], float]]] =
     "cold": lambda one: one[2].told_s,
     "busy": lambda one: -one[2].turns,
 }
-"""In which sessions are listed."""
+"""Sort keys of the orders in which sessions are listed."""
 
 
 class Sessions:
@@ -118,25 +118,25 @@ class Sessions:
         self._number_max = number_max
         self._bytes_max = bytes_max
         self._known: dict[bytes, OrderedDict[str, Prompt]] = {}
-        """By tag and name, the one named longest ago first."""
+        """Sessions by tag and name, the one named longest ago first."""
         self._tails: Counter[tuple[bytes, bytes]] = Counter()
-        """With what remembered prompts end: by tag, a key without it."""
+        """Number of known prompts that end with a key, by tag and key without it."""
         self._held: Counter[bytes] = Counter()
-        """Bytes by tag."""
+        """Bytes of all sessions by tag."""
         self._number = 0
         self._forgotten = 0
         self.pins: dict[SessionId, Pin] = {}
         self.pins_ended = 0
-        """Since the store was opened; one that another takes the place of is not counted."""
+        """Pins that have ended since the store was opened, except for replaced ones."""
         self.changed: Callable[[SessionId], None] = lambda _: None
-        """Called for every session that changed or was forgotten."""
+        """Called for every session that was changed or dropped."""
 
     def remember(
         self, tag: bytes, name: str, words: Keys, state: SessionState, start: int = 0
     ) -> None:
-        """Know the prompt of a session from now on, or its blocks from `start` on.
+        """Set the prompt of a session, or its blocks from `start` on.
 
-        What does not go on where the last one ended is ignored.
+        A part that does not continue the known prompt is ignored.
         """
         before = self.find(tag, name)
         packed = np.ascontiguousarray(words[:, 1:]).tobytes()
@@ -154,7 +154,7 @@ class Sessions:
                 break
 
     def enter(self, tag: bytes, name: str, prompt: Prompt) -> None:
-        """A session is known from now on as it is here."""
+        """Add or replace a session."""
         self._take_out(tag, name)
         self._known.setdefault(tag, OrderedDict())[name] = prompt
         self._tails[tag, prompt.tail] += 1
@@ -165,7 +165,7 @@ class Sessions:
         self.changed((tag, name))
 
     def _forget_oldest(self) -> bool:
-        """Forget the oldest session of the namespace with most. False: all are pinned."""
+        """Drop the oldest session of the namespace with the most bytes. False: all are pinned."""
         for tag in sorted(self._held, key=self._held.__getitem__, reverse=True):
             names = self._known[tag]
             oldest = next((name for name, one in names.items() if one.pin is None), None)
@@ -176,14 +176,14 @@ class Sessions:
         return False
 
     def forget_older(self, told_s: float) -> None:
-        """Forget sessions that were not named since `told_s`, except pinned ones."""
+        """Drop sessions that were not named since `told_s`, except for pinned ones."""
         for tag, names in list(self._known.items()):
             old = itertools.takewhile(lambda one: one[1].told_s < told_s, list(names.items()))
             for name in [name for name, prompt in old if prompt.pin is None]:
                 self.forget(tag, name)
 
     def set_pin(self, tag: bytes, name: str, pin: Pin) -> None:
-        """A session is under a pin from now on, in the place of the one it had."""
+        """Set the pin of a session; replaces the one it had."""
         self.clear_pin(tag, name)
         prompt = self.find(tag, name)
         if prompt is not None:
@@ -193,27 +193,27 @@ class Sessions:
             self.changed((tag, name))
 
     def bind(self, tag: bytes, pin: Pin) -> None:
-        """Put blocks under a pin as far as the index has them and it does not hold them."""
+        """Count the blocks of a pin that are in the index and not counted yet."""
         rows = self._catalog.table.find_many(unpacked(tag, pin.packed))
         found = (rows != NONE) & ~pin.held
         self.pinned.add(np.unique(rows[found]))
         pin.held |= found
 
     def bind_all(self) -> None:
-        """Put the blocks of all pins under them anew: rows were freed and taken since."""
+        """Count the blocks of all pins again, after rows were freed and reused."""
         self.pinned.clear()
         for (tag, _), pin in self.pins.items():
             pin.held[:] = False
             self.bind(tag, pin)
 
     def end_pin(self, tag: bytes, name: str) -> bool:
-        """A session is under no pin any more. False: it was under none."""
+        """End the pin of a session. False: it had none."""
         pin = self.clear_pin(tag, name)
         self.pins_ended += pin is not None
         return pin is not None
 
     def clear_pin(self, tag: bytes, name: str) -> Pin | None:
-        """A session has no pin, as if it never had had that one. None: it had none."""
+        """Remove the pin of a session without counting it as ended. Returns it, or None."""
         pin = self.pins.pop((tag, name), None)
         if pin is None:
             return None
@@ -230,7 +230,7 @@ class Sessions:
         return names.get(name) if names is not None else None
 
     def forget(self, tag: bytes, name: str) -> None:
-        """Know a session no more. Nothing happens if it is not known."""
+        """Drop a session and its pin, if it is known."""
         self.end_pin(tag, name)
         if self._take_out(tag, name) is not None:
             self.changed((tag, name))
@@ -252,7 +252,8 @@ class Sessions:
     def tell(
         self, tag: bytes, name: str, words: Keys | None, state: SessionState, start: int = 0
     ) -> int:
-        """A session is in a state now, with this prompt or the one that is remembered.
+        """Set the state of a session and its prompt; without `words` the prompt is unchanged. A
+        closed session is dropped unless it is pinned.
 
         Returns how many of its leading blocks are in the store.
         """
@@ -270,7 +271,7 @@ class Sessions:
         return len(rows)
 
     def describe(self) -> dict[str, Any]:
-        """For `stats`."""
+        """The counts for `stats`."""
         total = self._held.total()
         return {
             "remembered": self._number,
@@ -281,8 +282,8 @@ class Sessions:
         }
 
     def known(self, order: str, limit: int) -> list[tuple[bytes, str, Prompt]]:
-        """The first of an order, with the tags of their namespaces; the lock is not held for more
-        than some thousands. `busy` lists those named last.
+        """The first sessions of an order, with their tags. Looks at some thousands at most, so that
+        the lock is held briefly: `busy` only considers those named last.
         """
         limit = _LOOKED_AT if order == "busy" else min(limit, _LOOKED_AT)
         found: list[tuple[bytes, str, Prompt]] = []
@@ -305,16 +306,16 @@ class Sessions:
         return {tier: nbytes for tier, nbytes in found.items() if nbytes}
 
     def tags_of(self, name: str) -> list[bytes]:
-        """Namespaces that have a session of that name."""
+        """Tags of the namespaces that have a session of that name."""
         return [tag for tag, names in self._known.items() if name in names]
 
     def tiers_of(self, tag: bytes, prompt: Prompt) -> dict[str, int]:
-        """Number of a prompt's blocks for which each tier is the fastest copy."""
+        """Number of a prompt's blocks by their fastest tier."""
         rows = self._resident(prompt.words(tag))
         return dict(Counter(self._catalog.fastest(rows)))
 
     def _mark(self, tag: bytes, words: Keys, rows: list[int], state: SessionState) -> None:
-        """Let the order of leaving know, and the file tiers."""
+        """Report the state to the eviction orders and the file tiers."""
         catalog = self._catalog
         if state is not SessionState.CLOSED:
             catalog.closed.discard(rows)

@@ -1,14 +1,14 @@
-"""Background I/O takes what foreground reads leave."""
+"""Slows down background I/O while foreground reads are running."""
 
 from typing import Final
 
 FLASH_SHARE: Final = 0.05
 HEAD_SHARE: Final = 0.01
-"""Share of a tier's time for background work while calls read from it. On a hard
-drive, every piece of work costs a reader two seeks."""
+"""Share of a hard-drive tier's time for background work while calls read from it. Each step costs
+a reader two seeks."""
 REST_S_MAX: Final = 5.0
 PIECE_S: Final = 0.05
-"""A read that comes during background work should not wait longer than that for it."""
+"""Intended duration of a step of background work, which a new read may have to wait for."""
 
 
 def backoff_s(spent_s: float, share: float = FLASH_SHARE) -> float:
@@ -17,7 +17,7 @@ def backoff_s(spent_s: float, share: float = FLASH_SHARE) -> float:
 
 
 class ChunkSizer:
-    """Bytes that background work handles in one step: those of `seconds`, at most `most_bytes`."""
+    """The size of a step of background work that takes `seconds`, at most `most_bytes`."""
 
     def __init__(self, most_bytes: int, seconds: float = PIECE_S) -> None:
         self._most_bytes = most_bytes

@@ -1,7 +1,7 @@
-"""Descriptions of namespaces by tag, as they are written on the tiers.
+"""The descriptions of namespaces on the drives, by tag.
 
-A description is on a tier while there are blocks of its namespace, or a handle: a program that has
-registered it. Without blocks it may make room for others; it is written again when blocks are.
+A description is stored while the namespace has blocks or a handle (a program has registered it).
+Without blocks it may be deleted to make room for others; it is written again with new blocks.
 """
 
 from collections.abc import Iterable
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 
 DESCRIPTION_BYTES_MAX: Final = 16 << 10
 _SHARE: Final = 128
-"""All descriptions take at most 1/128 of a drive, but may take `_BYTES_MIN`."""
+"""Descriptions may take 1/128 of a drive, and at least `_BYTES_MIN`."""
 _BYTES_MIN: Final = 16 << 10
 _ENTRY_BYTES: Final = 64
 """Bytes of an entry without its text."""
 
 
 class Descriptions:
-    """Descriptions of one store. Its lock guards the fields, and is not held over I/O."""
+    """The descriptions of one store. Its lock guards the fields, and is not held during I/O."""
 
     def __init__(self, state: "StoreState") -> None:
         self._state = state
         self._handles: dict[bytes, tuple[int, bytes]] = {}
-        """Tag to how many have registered it, and its description."""
+        """Number of registrations and description, by tag."""
         self.missing: set[bytes] = set()
-        """Tags with a handle whose description is not on every tier."""
+        """Tags with a handle whose description is not on all drives."""
         self._kept: dict[bytes, bytes] = {}
         """Descriptions on this node's volumes, by tag."""
         self._kept |= state.volumes.metadata.values(MetaKind.NAMESPACE)
         self._bytes = sum(map(_size, self._kept.values()))
 
     def register(self, tag: bytes, description: bytes) -> None:
-        """A program has a handle from now on, until `unregister`. ConfigError: there is no room."""
+        """Add a handle until `unregister`. ConfigError if there is no room for the description."""
         if len(description) > DESCRIPTION_BYTES_MAX:
             raise ConfigError(
                 "namespace",
-                f"its description takes {len(description)} bytes, {DESCRIPTION_BYTES_MAX} at most",
-                hint="give it shorter names",
+                f"the description has {len(description)} bytes, the limit is {DESCRIPTION_BYTES_MAX}",
+                hint="use shorter names",
             )
         self._make_room(tag, description)
         with self._state.lock:
@@ -59,7 +59,7 @@ class Descriptions:
                 self.missing.discard(tag)
 
     def unregister(self, tags: Iterable[bytes]) -> list[bytes]:
-        """Handles are gone. Returns the tags that have none any more."""
+        """Remove handles. Returns the tags that have no handle any more."""
         gone = []
         with self._state.lock:
             for tag in tags:
@@ -72,34 +72,34 @@ class Descriptions:
         return gone
 
     def of(self, tag: bytes) -> bytes:
-        """Return the description of a tag, from a program that registered it or from the tiers."""
+        """The description of a tag, from a handle or the drives; empty if unknown."""
         with self._state.lock:
             _, description = self._handles.get(tag, (0, self._kept.get(tag, b"")))
         return description or self._remote().get(tag, b"")
 
     def all(self) -> dict[bytes, bytes]:
-        """By tag what programs have registered, and what the tiers have written down."""
+        """All descriptions of handles and drives by tag."""
         found = self._remote()
         with self._state.lock:
             return found | self._kept | {tag: text for tag, (_, text) in self._handles.items()}
 
     def facts(self, tag: bytes) -> dict[str, Any]:
-        """Return the fields of a namespace's description; empty if none is known."""
+        """The fields of a namespace's description; empty if it is unknown."""
         try:
             return parse_object(self.of(tag))
         except ValueError:
             return {}
 
     def tenant(self, tag: bytes) -> str:
-        """Whose blocks these are, as far as is known."""
+        """The tenant of a namespace; empty if unknown."""
         return str(self.facts(tag).get("tenant", ""))
 
     def removed(self, tag: bytes) -> None:
-        """A namespace was removed: its description goes too, and comes again with new blocks."""
+        """Delete the description of a removed namespace; it is written again with new blocks."""
         self._forget([tag])
 
     def ensure(self, rows: Iterable[int]) -> None:
-        """Blocks were written: write the descriptions that are missing."""
+        """Write missing descriptions for the namespaces of blocks that were written."""
         with self._state.lock:
             tags = {self._state.catalog.table.key(row)[:TAG_BYTES] for row in rows}
             known = [(tag, self._handles[tag][1]) for tag in tags & self.missing]
@@ -110,14 +110,14 @@ class Descriptions:
                     self.missing.update({tag} & self._handles.keys())
 
     def _remote(self) -> dict[bytes, bytes]:
-        """Descriptions that other nodes wrote to shared volumes."""
+        """Descriptions of other nodes on shared volumes, by tag."""
         return self._state.volumes.metadata.remote_values(MetaKind.NAMESPACE)
 
     def _is_shared(self) -> bool:
         return any(lower.volumes.is_remote for lower in self._state.lower_tiers)
 
     def _write(self, tag: bytes, description: bytes) -> bool:
-        """Record a description. False: not every volume has it."""
+        """Write a description. False: not all volumes have it."""
         entry = MetaEntry(MetaKind.NAMESPACE, tag, self._state.stamps.next(), description)
         written = self._state.volumes.metadata.put([entry])
         with self._state.lock:
@@ -126,7 +126,9 @@ class Descriptions:
         return written.have == written.should
 
     def _make_room(self, tag: bytes, description: bytes) -> None:
-        """Forget descriptions without blocks, if there are too many."""
+        """Delete descriptions without blocks if there is no room. ConfigError if that is not
+        enough.
+        """
         limit = self._bytes_max()
         if tag in self._kept or self._bytes + _size(description) <= limit:
             return
@@ -137,8 +139,8 @@ class Descriptions:
         if self._bytes + _size(description) > limit:
             raise ConfigError(
                 "namespace",
-                "the drives have blocks of many namespaces, and no room to describe more",
-                hint="remove those that are not used, or raise the tier's capacity",
+                "the drives have no room for the description of another namespace",
+                hint="remove unused namespaces, or raise the tier's capacity",
             )
 
     def _bytes_max(self) -> int:
@@ -148,7 +150,7 @@ class Descriptions:
         return max(_BYTES_MIN, smallest // _SHARE)
 
     def _forget(self, tags: Iterable[bytes]) -> None:
-        """Delete descriptions; those with a handle are written again when blocks are."""
+        """Delete descriptions; those with a handle are written again with new blocks."""
         with self._state.lock:
             gone = [tag for tag in tags if tag in self._kept]
             for tag in gone:

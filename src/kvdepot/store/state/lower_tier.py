@@ -1,7 +1,6 @@
-"""One tier below memory as the store sees it: its volumes, where its blocks lie on them, and what
-waits to be written.
+"""A tier below memory: its volumes, the locations of its blocks, and its write queue.
 
-Guarded by the store's lock, but for `volumes`.
+Guarded by the store's lock, except for `volumes`.
 """
 
 import threading
@@ -45,9 +44,9 @@ _ARRIVALS_MAX: Final = 3600
 _ARRIVALS_APART_S: Final = 1.0
 _WAVE_BYTES: Final = 32 << 20
 _REMOTE_WAVE_BYTES: Final = 64 << 20
-"""Enough for all requests at once; what is read is handed over wave by wave."""
+"""Bytes of a wave from a bucket: enough for all parallel requests."""
 _UNEVEN: Final = 1.25
-"""Volumes whose speeds differ by less count as alike."""
+"""Volumes whose speeds differ by a smaller factor count as equal."""
 
 
 class TierVolumes:
@@ -57,11 +56,11 @@ class TierVolumes:
         self._all = volumes
         self._tier = tier
         self.is_remote = False
-        """They lie behind a network: no put waits for them."""
+        """True if they are behind a network: no put waits for them."""
         self.is_durable = False
-        """A pin may rest on them: volumes of this node, that are synced."""
+        """True if they can hold pinned blocks: volumes of this node that are synced."""
         self.contiguous_bytes = 0
-        """Bytes of one prompt that should lie in one piece; 0 where that does not matter."""
+        """Bytes of one prompt that should lie together; 0 if seeks cost nothing."""
         self.writers = 1
         """Number of useful parallel appends to one volume."""
         self.wave_bytes = _WAVE_BYTES
@@ -71,7 +70,7 @@ class TierVolumes:
 
     @property
     def entries(self) -> list[VolumeEntry]:
-        """Without those that hold nothing any more."""
+        """The volumes that are in use."""
         return [one for one in self._all.entries if one.tier == self._tier and not one.retired]
 
     def __len__(self) -> int:
@@ -86,12 +85,12 @@ class TierVolumes:
 
     @property
     def are_up(self) -> bool:
-        """True unless one of them is known to be down."""
+        """True unless a volume is known to be down."""
         down = self._all.down
         return not down or not any(entry.number in down for entry in self.entries)
 
     def all_facts(self) -> list[tuple[int, VolumeFacts]]:
-        """The number of each, and how it is now."""
+        """The number and the present facts of each volume."""
         return [(entry.number, entry.volume.facts()) for entry in self.entries]
 
     @property
@@ -99,12 +98,12 @@ class TierVolumes:
         return sum(facts.capacity_bytes for _, facts in self.all_facts())
 
     def describe(self) -> list[dict[str, Any]]:
-        """In plain values, for `stats`; those that were drained too."""
+        """The values for `stats`, including those of drained volumes."""
         every = [entry for entry in self._all.entries if entry.tier == self._tier]
         return [self._all.describe(entry) for entry in every]
 
     def budget(self) -> WriteBudget | None:
-        """The write budget of all of them together; None if there is no limit."""
+        """The write budget of all volumes together; None if there is no limit."""
         limited = [facts for _, facts in self.all_facts() if facts.budget is not None]
         if not limited:
             return None
@@ -115,7 +114,9 @@ class TierVolumes:
         )
 
     def sync(self, timeout_s: float) -> bool:
-        """Make all that was written durable. A volume that could not be opened does not count."""
+        """Make all writes durable. False if a volume failed; volumes that are not open do not
+        count.
+        """
         done = [entry.volume.sync(timeout_s) for entry in self.entries if entry.error is None]
         return all(done)
 
@@ -132,32 +133,32 @@ class TierVolumes:
 
 
 class VolumeShares:
-    """Chooses the volume of a tier for the next run, by measured speed and queued bytes."""
+    """Chooses the volume for the next batch, by measured speed and queued bytes."""
 
     def __init__(self, volumes: TierVolumes) -> None:
         self._volumes = volumes
         self._shares = Shares()
         self._writing: Counter[int] = Counter()
-        """Bytes under way to each volume."""
+        """Bytes that are being written to each volume."""
         self.taken_s = 0.0
-        """Time at which a volume last took a run."""
+        """Time at which a volume was last given a batch."""
 
     def next(self) -> int | None:
-        """The volume that gets the next run; None where none takes blocks."""
+        """The volume for the next batch; None if no volume accepts blocks."""
         return self._shares.next(self._loads())
 
     def take(self, volume: int, nbytes: int, now_s: float) -> None:
-        """A volume takes a run; `done` says when it has it."""
+        """Count a batch as being written to a volume until `done`."""
         self._shares.take(volume, nbytes, self._loads())
         self._writing[volume] += nbytes
         self.taken_s = now_s
 
     def done(self, volume: int, nbytes: int) -> None:
-        """A run that a volume has taken is written, or given up."""
+        """Count a batch as written or given up."""
         self._writing[volume] -= nbytes
 
     def part(self, volume: int) -> float:
-        """Return this volume's share of the tier's queue."""
+        """This volume's share of the tier's write queue."""
         return self._shares.part(volume, self._loads())
 
     def are_uneven(self) -> bool:
@@ -180,24 +181,23 @@ class WriteQueue:
         self.dirty: deque[int] = deque()
         """Rows that wait, oldest first."""
         self.dirty_bytes = 0
-        """Records that wait or are being written."""
+        """Bytes of records that wait or are being written."""
         self.dirty_since_s = 0.0
         self.deferred: OrderedDict[int, None] = OrderedDict()
-        """Rows above the dirty limit: written when there is room, unless they are evicted before.
-        """
+        """Rows above the dirty limit. They are queued when there is room, unless evicted before."""
         self.tickets: dict[int, int] = {}
-        """Rows waiting or being written, oldest first, with the number of their arrival."""
+        """Rows that wait or are being written, oldest first, with their tickets."""
         self.failed_on: dict[int, set[int]] = {}
-        """Rows waiting that could not be written before, and the volumes that failed to."""
+        """Volumes that failed to write a waiting row, by row."""
         self.flush_ticket = 0
-        """Blocks up to this number do not wait for others of their prompt."""
+        """Rows with tickets up to this one do not wait for others of their prompt."""
         self.writers = 0
-        """Threads that write; without any, blocks stay where they are."""
+        """Number of writing threads; without any, blocks are not queued."""
         self._arrivals: deque[tuple[int, float]] = deque(maxlen=_ARRIVALS_MAX)
-        """Tickets and when they came, one for each second in which something came."""
+        """Tickets and their times, one for each second with arrivals."""
 
     def mark_dirty(self, row: int, ticket: int, now_s: float) -> None:
-        """A block waits to be written; it cannot leave memory before."""
+        """Queue a block to be written; it cannot be evicted from memory before."""
         if not self.dirty:
             self.dirty_since_s = now_s
         if not self._arrivals or now_s - self._arrivals[-1][1] >= _ARRIVALS_APART_S:
@@ -208,7 +208,7 @@ class WriteQueue:
         self.dirty_bytes += record_bytes(self._catalog.nbytes[row])
 
     def mark_clean(self, row: int) -> None:
-        """A block no longer waits."""
+        """Remove a block that was written or given up from the queue."""
         self.dirty_bytes -= record_bytes(self._catalog.nbytes[row])
         self.tickets.pop(row, None)
         self.failed_on.pop(row, None)
@@ -227,12 +227,12 @@ class WriteQueue:
         return max(0.0, now_s - arrivals[0][1])
 
     def sort(self) -> None:
-        """Bring what waits into the order of prompts."""
+        """Sort the waiting rows by prompt."""
         self.dirty = deque(path_order(self._catalog.tree, self.dirty))
 
 
 class LowerTier:
-    """The store's side of one tier."""
+    """A tier below memory."""
 
     def __init__(
         self,
@@ -254,11 +254,11 @@ class LowerTier:
         self.mode = WriteMode(config.write_mode)
         self.queue = WriteQueue(catalog)
         self.segment_rows: dict[int, array[int]] = {}
-        """Volume and segment in one number to the rows once written there; some have left since."""
+        """Rows written to each segment, by location without page; some have been moved since."""
         self.appending: Counter[int] = Counter()
-        """Appends to each volume whose records are not all in the index yet."""
+        """Number of appends to each volume whose records are not all in the index yet."""
         self.moving: Counter[int] = Counter()
-        """Rows whose record is being copied to this tier or within it."""
+        """Rows whose records are being copied to this tier or within it."""
         self.pinned = PinnedRows(catalog.table)
         """Pinned blocks of the whole store, see `share`."""
         self._others: list[LowerTier] = []
@@ -266,12 +266,12 @@ class LowerTier:
         """Number of requests for each block before it was written here."""
 
     def share(self, pinned: PinnedRows, tiers: Iterable["LowerTier"]) -> None:
-        """Know what is pinned, and the other lower tiers of the store."""
+        """Set the pin counts, and the other lower tiers of the store."""
         self.pinned = pinned
         self._others = [lower for lower in tiers if lower is not self]
 
     def bound(self, rows: Rows) -> Bools:
-        """True for rows that a pin binds to this tier: no other durable tier has them."""
+        """True for pinned rows that no other durable tier has: they must stay in this tier."""
         found: Bools = self.pinned.pins.array[rows] > 0
         if not self.pinned.total or not found.any():
             return np.zeros(len(rows), dtype=bool)
@@ -305,13 +305,15 @@ class LowerTier:
         return place if place >> SEGMENT_SHIFT == volume << SEGMENT_SHIFT | segment else NONE
 
     def enter(self, row: int, location: int) -> None:
-        """A block's record is at `location` now: let reclaim find it."""
+        """Record that a block was written to `location`."""
         self.catalog.unwritten.view[row] = 0
         self.segment_rows.setdefault(location >> SEGMENT_SHIFT, array("i")).append(row)
 
     def relocate(self, row: int, source: int, target: int) -> None:
-        """The copy at `source`, if it is there still, was written again at `target`."""
-        if source == NONE or self.place(row) != source:  # the record was written for nothing
+        """Record that the copy at `source` was written again at `target`. If it was dropped
+        meanwhile, the new record is discarded.
+        """
+        if source == NONE or self.place(row) != source:  # the copy was dropped meanwhile
             self._discard_one(target, self.catalog.nbytes[row])
             return
         self.copies.move(row, target)
@@ -331,7 +333,7 @@ class LowerTier:
             self.discard(self.copies.drop_all(rows), self.catalog.nbytes.array[rows])
 
     def discard(self, locations: Sequence[int] | Ints, payload_bytes: Sequence[int] | Ints) -> None:
-        """Records are out of use."""
+        """Mark records as not in use on their volumes."""
         places, sizes = np.asarray(locations, np.int64), np.asarray(payload_bytes, np.int64)
         volumes = places >> VOLUME_SHIFT
         for number in np.unique(volumes).tolist():
@@ -343,7 +345,7 @@ class LowerTier:
         volume.discard(np.array([place_of(location)]), np.array([payload_bytes]))
 
     def forget_volume(self, number: int) -> None:
-        """A volume's blocks are gone: forget where they were."""
+        """Drop all copies on a volume that was lost or emptied."""
         places = self.copies.location.array
         here = (places != NONE) & (places >> VOLUME_SHIFT == number)
         for row in np.flatnonzero(here).tolist():
@@ -355,7 +357,7 @@ class LowerTier:
             del self.segment_rows[segment]
 
     def forget_gone(self, words: Keys, locations: Ints) -> None:
-        """Records are gone from a volume that others write to as well."""
+        """Drop copies whose records other nodes have removed from a shared volume."""
         rows = self.catalog.table.find_many(words) if len(words) else np.zeros(0, np.int64)
         for row, location in zip(rows.tolist(), locations.tolist(), strict=True):
             if row != NONE and location == self.place(row):
@@ -363,7 +365,7 @@ class LowerTier:
                 self.catalog.forget_if_gone(row)
 
     def live(self, volume: int, segment: int) -> Rows:
-        """The rows whose copy is in this segment, in the order they lie in."""
+        """The rows with a copy in this segment, in the order of their places."""
         place = volume << SEGMENT_SHIFT | segment
         listed = self.segment_rows.get(place)
         if not listed:
@@ -377,11 +379,11 @@ class LowerTier:
         return found
 
     def forget_segment(self, volume: int, segment: int) -> None:
-        """A segment is empty."""
+        """Drop the list of rows of an empty segment."""
         self.segment_rows.pop(volume << SEGMENT_SHIFT | segment, None)
 
     def unentered(self, number: int, table: SegmentTable) -> set[int]:
-        """Segments of a volume with records that were appended and are in no index yet."""
+        """Segments of a volume with appended records that are not in the index yet."""
         if not self.appending[number]:
             return set()
         counted = zip(table.segments.tolist(), table.live_count.tolist(), strict=True)
@@ -394,7 +396,7 @@ class LowerTier:
         return hits
 
     def reset_hits(self, row: int) -> None:
-        """Start the count of requests anew: earlier ones were served by other tiers."""
+        """Start to count requests again: earlier ones were served by other tiers."""
         self._hits_before.view[row] = self.catalog.tree.hits.view[row]
 
     def end_moving(self, rows: Iterable[int]) -> None:
@@ -404,8 +406,8 @@ class LowerTier:
                 del self.moving[row]
 
     def insert_recovered(self, parts: Sequence[Blocks]) -> None:
-        """Enter blocks that were found on the volumes. Of several records with one key the newest
-        counts.
+        """Enter blocks that were recovered from volumes. Of several records with one key only the
+        newest counts.
         """
         self.volumes.learn_facts()
         blocks = self._newest(parts)
@@ -452,7 +454,7 @@ class LowerTier:
 
 
 class ForegroundReads:
-    """Knows when a tier was last read from by a caller that waits."""
+    """Records when a caller last waited for a read from a tier. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -461,7 +463,7 @@ class ForegroundReads:
         self._last_s = -1.0
 
     def begin(self) -> None:
-        """A caller waits for a read, until `end`."""
+        """Called when a caller begins to wait for a read; `end` when it has it."""
         with self._lock:
             self._reading += 1
 
