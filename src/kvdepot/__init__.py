@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from kvdepot.store.store import Store
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev1"
 __all__ = [
     "BadBufferError",
     "BlockKey",

@@ -68,7 +68,7 @@ BLOCKS_NOT_RUN = {
 
 INSTEAD = {
     "--for 1h": ("--for 1s", "an hour"),
-    "/opt/kvdepot/bin/pip install 'kvdepot-0.2.0-cp311-abi3-manylinux_2_34_x86_64.whl[http]'": (
+    "/opt/kvdepot/bin/pip install 'kvdepot-0.3.0.dev1-cp311-abi3-manylinux_2_34_x86_64.whl[http]'": (
         f"ln -s {HOME}/bin/kvdepot /opt/kvdepot/bin/kvdepot",
         "the sources in place of the wheel, which ./dev release installs and tries",
     ),

@@ -139,7 +139,9 @@ class TestDevice:
             "folder": "Is a directory",
             "small": "3 ?MiB, less than the capacity of 4 ?MiB",
         }
-        with pytest.raises(ConfigError, match=says.get(path, "no DAX device")) as caught:
+        with pytest.raises(
+            ConfigError, match=says.get(path, "neither a DAX device nor a non-empty file")
+        ) as caught:
             kvdepot.open(**settings(path=str(tmp_path / path)))
         assert caught.value.path == "cxl.path"
         assert len(os.listdir("/proc/self/fd")) == before

@@ -395,7 +395,7 @@ def test_names_follow_the_rules() -> None:
         ({"healthy": False, "reason": "write failed"}, "/d is down: write failed"),
         ({"draining": True, "used_bytes": 1 << 20}, "/d is being drained, 1MiB left"),
         ({"of_profile": 0.2}, "reads at 20% of its measured speed"),
-        ({"written": {"daily_bytes": 1 << 30, "level_bytes": 0}}, "has used up its writes"),
+        ({"written": {"daily_bytes": 1 << 30, "level_bytes": 0}}, "has used up its write budget"),
     ],
 )
 def test_alerts_name_the_drive_and_what_to_do(change: dict[str, Any], said: str) -> None:

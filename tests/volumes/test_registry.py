@@ -66,7 +66,7 @@ def test_a_plug_in_is_opened_as_configured(name: str) -> None:
 def test_a_plug_in_that_cannot_be_opened() -> None:
     with pytest.raises(ConfigError, match=r"tape cannot be opened: .*it is locked"):
         open_plugin(config("tape"), replace(CONTEXT, writable=False))
-    with pytest.raises(ConfigError, match="is no volume: it lacks append, close"):
+    with pytest.raises(ConfigError, match="is not a volume: it lacks append, close"):
         open_plugin(config("kvdepot_tape:broken"), CONTEXT)
 
 

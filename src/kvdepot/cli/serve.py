@@ -127,7 +127,7 @@ COMMAND = Command(
                                kvdepot/depot.sock in your runtime directory)
     {SETTINGS}
     --group NAME               a group whose members may connect too
-    --clients N                connections at the same time [default: {ClientLimits().clients}]
+    --clients N                clients at the same time [default: {ClientLimits().clients}]
     --http HOST:PORT           also serve the dashboard, metrics and the HTTP API, such as on
                                127.0.0.1:9400
     --http-token-file FILE     a secret that clients must send; required if HOST is not local

@@ -25,8 +25,8 @@ from kvdepot.testing.torture.rounds import KINDS, Kind, RoundOutcome, torture
 SHOWN_MAX = 5
 """Faults of one round that are printed as text; --json has all of them."""
 Totals = dict[Kind, Counter[str]]
-"""Rounds, what was done in them, contracts and faults of each kind."""
-HEADS = ["", "rounds", "number", "contracts"]
+"""Rounds, what was done in them, pins and faults of each kind."""
+HEADS = ["", "rounds", "number", "pins"]
 HEADS += ["wrong", "lost", "back", "broken", "late", "leaked", "unclean", "errors"]
 
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> Answer:
             for outcome in rounds:
                 totals[outcome.kind].update(outcome.faults)
                 totals[outcome.kind].update(
-                    rounds=1, done=outcome.done, contracts=outcome.contracts
+                    rounds=1, done=outcome.done, pins=outcome.pins
                 )
                 if not outcome.ok:
                     failed.append(outcome)
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> Answer:
         if args.keep and failed:
             output.say(f"kept: {folder}")
     took_s = time.monotonic() - started
-    columns = ("rounds", "done", "contracts", *FAULTS)
+    columns = ("rounds", "done", "pins", *FAULTS)
     rows = [[kind, *(f"{totals[kind][name]:,}" for name in columns)] for kind in kinds]
     verdict = "ok" if not failed else f"{len(failed):,} rounds failed"
     return Answer(
@@ -141,8 +141,8 @@ def document(
         ],
         "errors": whole["error"],
         "unclean": whole["unclean"],
-        "contracts": whole["contracts"],
-        "contracts_broken": whole["broken"],
+        "pins": whole["pins"],
+        "pins_broken": whole["broken"],
         "ok": not failed,
         **{kind: found["done"] for kind, found in totals.items()},
         "wrong": whole["wrong"],

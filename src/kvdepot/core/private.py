@@ -119,7 +119,9 @@ def check_private_file(path: Path, fd: int) -> None:
 def check_file_status(path: Path, found: os.stat_result) -> None:
     """Raise UnsafePathError unless a result of stat is that of a private regular file."""
     if not stat.S_ISREG(found.st_mode):
-        raise UnsafePathError(path, "is not a regular file", hint="remove it, or choose another path")
+        raise UnsafePathError(
+            path, "is not a regular file", hint="remove it, or choose another path"
+        )
     _check_owner(path, found)
 
 

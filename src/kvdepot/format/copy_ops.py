@@ -27,16 +27,15 @@ def transfers(rows: Sequence[tuple[Any, ...]], threads: int = 1) -> npt.NDArray[
 
 
 def read_op(slot: int, target: int, start: int, stop: int, chunk_bytes: int) -> tuple[int, ...]:
-    """A verified copy of whole chunks of the payload out of the slot at address `slot`.
-
-    Target 0: verify only.
+    """An operation that verifies whole chunks of the payload of the slot at address `slot`, and
+    copies them to `target` unless that is 0.
     """
     table = slot + TABLE_OFFSET + 8 * (start // chunk_bytes)
     return (0, slot + HEAD_BYTES + start, target, stop - start, chunk_bytes, table, VERIFY)
 
 
 def spans(blocks: Array) -> tuple[Ints, Ints, Bools]:
-    """The wanted ranges in whole chunks, as start and stop; and which were so already."""
+    """Extend the wanted ranges to whole chunks. Returns start, stop, and True if unchanged."""
     start, stop, chunk = blocks["start"], blocks["stop"], blocks["chunk_bytes"]
     first = start // chunk * chunk
     last = np.minimum(-(-stop // chunk) * chunk, blocks["payload_bytes"])
@@ -44,8 +43,8 @@ def spans(blocks: Array) -> tuple[Ints, Ints, Bools]:
 
 
 def verify_ops(blocks: Array, records: Ints) -> Array:
-    """Operations that verify the wanted ranges in whole chunks, and copy those that are so to the
-    addresses of the blocks.
+    """Operations that verify the wanted ranges, extended to whole chunks, and copy those that need
+    no extension to the addresses of the blocks.
     """
     first, last, exact = spans(blocks)
     ops = np.zeros(len(blocks), TRANSFER_DTYPE)
@@ -85,12 +84,12 @@ def copy_in(blocks: Array, records: Ints) -> None:
 
 
 def copy_op(slot: int, target: int, start: int, stop: int) -> tuple[int, ...]:
-    """A plain copy of a range of the payload out of the slot at address `slot`."""
+    """An operation that copies a range of the payload of the slot at address `slot`."""
     return (0, slot + HEAD_BYTES + start, target, stop - start, 0, 0, COPY)
 
 
 def checksum_slot(image: memoryview, payload_bytes: int, chunk_bytes: int) -> None:
-    """Checksum a payload that was filled in place; `image` begins with the slot."""
+    """Write the checksums of a payload that was filled in place. `image` begins with the slot."""
     end = TABLE_OFFSET + 8 * chunk_count(payload_bytes, chunk_bytes)
     payload = image[HEAD_BYTES : HEAD_BYTES + payload_bytes]
     chunk_checksums(payload, chunk_bytes, image[TABLE_OFFSET:end])

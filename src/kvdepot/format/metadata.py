@@ -1,4 +1,4 @@
-"""The bytes of a volume's metadata: the page that names the volume, and the metadata log.
+"""The bytes of a volume's metadata: the header page, and the metadata log.
 
     volume header, a page: the superblock, and the first page of each copy of the log
     0    u64   checksum of the bytes 8 to 64
@@ -19,8 +19,8 @@
     32   u64   stamp
     40         name, value, zeros
 
-A power cut may leave any part of unsynced frames. A gap in the numbers is damage only if a later
-frame says that the missing one was synced.
+A power cut may leave any subset of unsynced frames. A gap in the numbers is damage only if a later
+frame records that the missing one was synced.
 """
 
 import struct
@@ -42,7 +42,7 @@ _HEADER: Final = struct.Struct("<Q8sII16sQQQ")
 HEADER_BYTES: Final = _HEADER.size
 """The rest of the header's page is zeros."""
 _PREFIX: Final = struct.Struct("<Q8sII")
-"""Has the same place in every format."""
+"""The fields that are the same in every format."""
 _FRAME: Final = struct.Struct("<QIBBHQQQ")
 _U64: Final = struct.Struct("<Q")
 _SEGMENT_BYTES_MAX: Final = 1 << 36
@@ -54,10 +54,10 @@ _UNIT: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class VolumeHeader:
-    """The page that names a volume."""
+    """The page with the identity of a volume."""
 
     store: bytes
-    """Its UUID."""
+    """UUID of the volume."""
     segment_bytes: int
     generation: int = 0
     settled: int = 0
@@ -70,8 +70,8 @@ class VolumeHeader:
 
     @classmethod
     def parse(cls, page: bytes | memoryview) -> "VolumeHeader | int | None":
-        """The header; the number of the format if it is another one; None if the page is damaged,
-        or no header.
+        """Parse a header page. Returns the number of the format if it is another one, and None if
+        the page is damaged or not a header.
         """
         if len(page) < PAGE:
             return None
@@ -94,7 +94,7 @@ class VolumeHeader:
 
 @dataclass(frozen=True, slots=True)
 class LogFrame:
-    """One entry as it lies in the log."""
+    """One entry of the log."""
 
     number: int
     synced: int
@@ -127,7 +127,7 @@ def pack_log(header: VolumeHeader, entries: Iterable[MetaEntry]) -> bytes:
 
 
 def _parse_frame(image: memoryview, at: int, seed: bytes) -> tuple[LogFrame, int] | None:
-    """The frame at `at` and where it ends; None if there is no intact one."""
+    """Parse the frame at `at`. Returns it and its end; None if it is not intact."""
     if at + _FRAME.size > len(image):
         return None
     digest, value_bytes, kind, flags, name_bytes, number, synced, stamp = _FRAME.unpack_from(
@@ -151,7 +151,7 @@ def _next_frame(image: memoryview, start: int, seed: bytes) -> tuple[LogFrame, i
     if start + _FRAME.size > len(image):
         return None
     rows = np.frombuffer(image[start : len(image) // _UNIT * _UNIT], np.uint8).reshape(-1, _UNIT)
-    tail = rows[1:]  # of a frame that begins one row before
+    tail = rows[1:]  # bytes of a frame that begins one row before
     names = np.ascontiguousarray(tail[:, 6:8]).view("<u2")[:, 0]
     plausible = np.isin(tail[:, 4], list(_KINDS)) & (tail[:, 5] <= _DELETED)
     for row in np.flatnonzero(plausible & (names <= NAME_BYTES_MAX)).tolist():
@@ -163,17 +163,17 @@ def _next_frame(image: memoryview, start: int, seed: bytes) -> tuple[LogFrame, i
 
 @dataclass(slots=True)
 class LogCopy:
-    """One copy of a log, as far as it can be read."""
+    """The intact frames of one copy of a log."""
 
     header: VolumeHeader
     frames: dict[int, LogFrame] = field(default_factory=dict)
-    """Keyed by number."""
+    """Frames by number."""
     end: int = FRAMES_AT
-    """The place of the next frame: behind the last frame before the first gap."""
+    """The offset for the next frame: after the last frame before the first gap."""
 
     @classmethod
     def parse(cls, image: bytes | memoryview, store: bytes) -> "LogCopy | None":
-        """None: the header is damaged, or of another volume."""
+        """Parse a copy; None if its header is damaged, or of another volume."""
         view = memoryview(image)
         header = VolumeHeader.parse(view[:PAGE])
         if not isinstance(header, VolumeHeader) or not header.generation or header.store != store:
@@ -221,6 +221,6 @@ def merge_copies(copies: Sequence[LogCopy]) -> LogContents:
     while last + 1 in frames:
         last += 1
     missing = sum(number not in frames for number in range(last + 1, synced + 1))
-    # Frames behind a gap count only if the gap is damage and not left by a power cut.
+    # Frames after a gap count only if the gap is damage and not left by a power cut.
     counted = [frame for number, frame in sorted(frames.items()) if missing or number <= last]
     return LogContents([frame.entry for frame in counted], generation, last, synced, missing)

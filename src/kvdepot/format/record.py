@@ -1,11 +1,11 @@
-"""One block as bytes, the same in an arena slot and in a segment: a 4 KiB head, then the payload.
+"""The bytes of a block in a memory slot and in a segment: a 4 KiB head, then the payload.
 
     0    u64   checksum of head[8:used]
     8    u32   magic, u16 version, u16 kind
     16   32s   key
     48   u64   segment id      set by the volume that writes the record; 0 in memory
     56   u64   stamp           given when the block is put, and kept by every copy (core.clock)
-    64   u32   used            bytes of the head that mean something
+    64   u32   used            bytes of the head that are in use
     68   u16   codec, u16 zero
     72   u64   payload bytes
     80   u64   stored bytes    of the payload as it is encoded; the raw codec stores it as it is
@@ -43,9 +43,9 @@ VERSION: Final = 2
 TABLE_OFFSET: Final = 192
 CHUNKS_MAX: Final = (HEAD_BYTES - TABLE_OFFSET) // 8
 SIZE_MAX: Final = 1 << 40
-"""The greatest size of a payload and of its chunks, in bytes. A larger number is damage."""
+"""Largest valid size of a payload and of its chunks, in bytes."""
 IDENTITY: Final = slice(8, 56)
-"""The part of a head that a reader knows beforehand: magic, version, kind, key, segment id."""
+"""The part of a head that a reader expects: magic, version, kind, key, segment id."""
 IDENTITY_DTYPE: Final = np.dtype(
     [
         ("magic", "<u4"),
@@ -103,12 +103,12 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
 
 
 def record_bytes(payload_bytes: int) -> int:
-    """Length of a record with this payload, head and padding included."""
+    """Size of a record with this payload, including head and padding."""
     return HEAD_BYTES + -(-payload_bytes // PAGE) * PAGE
 
 
 def record_sizes(payload_bytes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """`record_bytes` for many."""
+    """`record_bytes` for an array."""
     sizes: npt.NDArray[np.int64] = HEAD_BYTES + -(-payload_bytes.astype(np.int64) // PAGE) * PAGE
     return sizes
 
@@ -128,7 +128,7 @@ def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:
 
 
 def tokens_max(payload_bytes: int, chunk_bytes: int) -> int:
-    """The number of token ids that fit into a record's head."""
+    """Most token ids that fit into a record's head."""
     used = TABLE_OFFSET + 8 * -(-payload_bytes // chunk_bytes)
     return max(0, (HEAD_BYTES - used) // TOKEN_BYTES)
 
@@ -142,10 +142,10 @@ def write_head(
     tokens: bytes | memoryview = b"",
     producer: int = 0,
 ) -> None:
-    """Write the head of a record whose checksum table is already in place, unplaced.
+    """Write the head of a record whose checksum table is already written. `place` completes it.
 
-    `tokens` are little-endian u32. What does not fit is left out as a whole. The rest of the page
-    becomes zeros: its old content may be another tenant's.
+    `tokens` are little-endian u32; all are left out if they do not fit. Clears the rest of the
+    page, because it may have data of another tenant.
     """
     count = -(-payload_bytes // chunk_bytes)
     used = TABLE_OFFSET + 8 * count
@@ -169,7 +169,7 @@ def write_head(
 def fill_tokens(
     image: memoryview, payload_bytes: int, chunk_bytes: int, tokens: bytes | memoryview
 ) -> None:
-    """Put token ids at their place in a head that another process will write."""
+    """Write token ids to a head that another process will complete."""
     if len(tokens) > TOKEN_BYTES * tokens_max(payload_bytes, chunk_bytes):
         tokens = tokens[:0]
     used = TABLE_OFFSET + 8 * -(-payload_bytes // chunk_bytes)
@@ -178,7 +178,7 @@ def fill_tokens(
 
 
 def filled_tokens(image: memoryview, payload_bytes: int, chunk_bytes: int) -> bytes:
-    """The token ids from `fill_tokens`; empty if their number is invalid."""
+    """Read the token ids of `fill_tokens`; empty if their number is invalid."""
     count, _ = _TOKENS.unpack_from(image, _TOKENS_AT)
     if count > tokens_max(payload_bytes, chunk_bytes):
         return b""
@@ -187,12 +187,12 @@ def filled_tokens(image: memoryview, payload_bytes: int, chunk_bytes: int) -> by
 
 
 def fill_producer(image: memoryview, producer: int) -> None:
-    """Put a producer at its place in a head that another process will write."""
+    """Write a producer to a head that another process will complete."""
     _U64.pack_into(image, _PRODUCER_AT, producer)
 
 
 def filled_producer(image: memoryview) -> int:
-    """The producer from `fill_producer`."""
+    """Read the producer of `fill_producer`."""
     return int(_U64.unpack_from(image, _PRODUCER_AT)[0])
 
 
@@ -241,7 +241,7 @@ def place_records(images: npt.NDArray[np.int64], segment_id: int) -> None:
 
 
 def parse_head(image: memoryview) -> Head | None:
-    """The head at the start of `image`, or None if there is no intact one."""
+    """Parse the head at the start of `image`; None if it is not intact."""
     if len(image) < HEAD_BYTES:
         return None
     (
@@ -288,7 +288,7 @@ def keys_at(records: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
 
 
 def own_chunk_bytes(image: memoryview, key: BlockKey, payload_bytes: int) -> int:
-    """The chunks of a block that lies in our own memory; 0 if its head is not that block's."""
+    """The chunk size of a block in our own memory; 0 if the head is not that of the block."""
     fields = _HEAD.unpack_from(image, 0)
     chunk_bytes, count = fields[12], fields[13]
     known = (fields[1], fields[3], fields[4], fields[10]) == (MAGIC, Kind.BLOCK, key, payload_bytes)

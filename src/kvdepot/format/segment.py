@@ -5,8 +5,8 @@ index footer and a trailer page:
 
     | header | record | record | … | free | footer entries | trailer |
 
-The header names the segment. Each record repeats that name, so that bytes left over from an
-earlier use of the extent never count. The footer is written when the segment is full (sealed) or
+The header has the segment id. Each record repeats it, so that records of an earlier use of the
+extent are ignored. The footer is written when the segment is full (sealed) or
 when the store closes (open: more records may follow behind `tail`). A segment without a valid
 trailer is scanned record by record.
 """
@@ -25,7 +25,7 @@ from kvdepot.format.record import PAGE
 from kvdepot.native import checksum
 
 FORMAT: Final = 2
-"""The format of everything that a volume keeps. A store of another format is refused."""
+"""The format of all data on a volume. A store of another format is refused."""
 HEADER_MAGIC: Final = 0x3153564B  # "KVS1"
 TRAILER_MAGIC: Final = 0x3154564B  # "KVT1"
 
@@ -99,7 +99,7 @@ def _pack(layout: struct.Struct, magic: int, fields: tuple[Any, ...]) -> bytes:
 
 
 def _parse(layout: struct.Struct, magic: int, page: memoryview | bytes) -> tuple[Any, ...]:
-    """The fields behind checksum, magic and format; none if the page is not such a page."""
+    """The fields after checksum, magic and format; empty if the page is invalid."""
     if len(page) < PAGE:
         return ()
     digest, its_magic, number, *fields = layout.unpack_from(page)
@@ -108,7 +108,7 @@ def _parse(layout: struct.Struct, magic: int, page: memoryview | bytes) -> tuple
 
 
 def pack_slots(slots: Iterable[int]) -> bytes:
-    """`0-5,7-7` for 0, 1, 2, 3, 4, 5, 7."""
+    """Encode slots as ranges: `0-5,7-7` for 0, 1, 2, 3, 4, 5, 7."""
     runs: list[list[int]] = []
     for slot in sorted(slots):
         if runs and slot == runs[-1][1] + 1:
@@ -119,7 +119,7 @@ def pack_slots(slots: Iterable[int]) -> bytes:
 
 
 def parse_slots(text: bytes) -> set[int]:
-    """The slots that `pack_slots` was given; none if the text is something else."""
+    """Parse the ranges of `pack_slots`; empty if the text is invalid."""
     slots: set[int] = set()
     for run in text.split(b",") if _SLOTS.fullmatch(text) else ():
         first, last = map(int, run.split(b"-"))
@@ -128,15 +128,15 @@ def parse_slots(text: bytes) -> set[int]:
 
 
 def footer_bytes(count: Count) -> Count:
-    """Room that a footer of `count` entries and the trailer need at a segment's end."""
+    """Bytes of a footer with `count` entries and the trailer."""
     return -(-count * ENTRY.itemsize // PAGE) * PAGE + PAGE
 
 
 def close_segment(
     header: SegmentHeader, tail: int, entries: bytes, *, sealed: bool
 ) -> tuple[int, bytes, bytes]:
-    """The offset of the footer, the footer, and the trailer, which is the last page. `entries` are
-    ENTRY rows; records end at `tail`.
+    """Make the footer and the trailer, which is the last page. Returns the offset of the footer,
+    the footer and the trailer. `entries` are ENTRY rows; records end at `tail`.
     """
     nbytes, count = header.segment_bytes, len(entries) // ENTRY.itemsize
     offset = nbytes - footer_bytes(count)

@@ -1,5 +1,5 @@
-"""A breaker for a medium: closed while it works, open after failures, with growing pauses between
-trials.
+"""A circuit breaker for a medium: closed while it works, open after failures, with growing pauses
+between trials.
 """
 
 import threading
@@ -30,9 +30,8 @@ class RetryPauses:
 class Breaker:
     """Decides whether a medium may be used now. Thread-safe.
 
-    After a failure the medium is left alone for a pause; then one attempt is let through, whose
-    outcome closes the breaker or doubles the pause. Single errors are tolerated up to `tolerance`
-    in a row.
+    After a failure the medium is not used for a pause. Then one attempt is allowed, whose outcome
+    closes the breaker or doubles the pause. Single errors are tolerated up to `tolerance` in a row.
     """
 
     def __init__(
@@ -56,9 +55,9 @@ class Breaker:
         self._reason = ""
         self.errors = 0
         self.closed = True
-        """The medium works, as far as is known."""
+        """True if the medium works, as far as is known."""
         self.troubled = False
-        """It is open or has counted an error: `succeeded` must be called."""
+        """True if it is open or has counted an error: successes must be reported."""
 
     def allows(self) -> bool:
         """True if the medium may be used now. While it is open, one caller per pause gets True."""
@@ -73,7 +72,7 @@ class Breaker:
             return True
 
     def succeeded(self, *, by_writing: bool = False) -> None:
-        """An attempt succeeded. A write does not show that reads are fast again."""
+        """Report a success. `by_writing`: a write does not prove that reads are fast again."""
         if (self._in_a_row or self._pause_s) and not (by_writing and self._is_slow):
             with self._lock:
                 was_open = self._pause_s > 0
@@ -86,10 +85,11 @@ class Breaker:
                 self._changed("")
 
     def failed(self, reason: str, *, at_once: bool = False, slow: bool = False) -> None:
-        """An attempt failed. `at_once`: open without waiting for more failures. `slow`: it did not
+        """Report a failure. `at_once`: open without waiting for more failures. `slow`: it did not
         fail, but took too long.
 
-        The many failures of one batch count as one: only a try after a pause makes it longer.
+        Only a failed attempt after a pause makes the next pause longer, so that many failures of
+        one batch count once.
         """
         with self._lock:
             self.errors += 1

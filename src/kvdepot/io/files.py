@@ -1,4 +1,4 @@
-"""All I/O of drives: batches run in the native engine; single pages and changes of directories are
+"""All I/O of drives. Batches run in the native engine; single pages and changes of directories are
 system calls.
 
 Tests replace `Files` to put faults, delays, kills and power cuts between a drive and its disk
@@ -24,11 +24,11 @@ from kvdepot.format.record import round_up
 from kvdepot.native import IO_DTYPE, SYNC, WRITE, PendingOps, address_of, open_engine
 
 Pending = PendingOps
-"""I/O that outlived its deadline. Its memory is busy until `wait` is true."""
+"""I/O that missed its deadline. Its memory is in use until `wait` returns True."""
 EngineKind = Literal["auto", "uring", "threads", "python"]
 Ops = npt.NDArray[Any]
 LOST_AND_FOUND: Final = "lost+found"
-"""A new ext4 filesystem has this folder; apart from it, it is empty."""
+"""The folder that an empty ext4 filesystem has."""
 
 
 def io_ops(count: int) -> Ops:
@@ -42,30 +42,30 @@ def aligned(nbytes: int) -> memoryview:
 
 
 class Descriptors:
-    """Closes descriptors when no planned read or write uses them any more: the number must not be
-    given to another file before. Thread-safe.
+    """Closes descriptors when no planned read or write uses them any more, so that their numbers
+    are not reused too early. Thread-safe.
 
-    Callers announce I/O (`use`) before they look descriptors up. A descriptor that is given up
-    points to /dev/null at once, so that its disk can be unmounted, and is closed when all I/O that
-    was under way at that moment has ended.
+    Callers announce I/O (`use`) before they look up descriptors. `give_up` redirects a descriptor
+    to /dev/null at once, so that its disk can be unmounted, and closes it when all I/O that was
+    running at that moment has ended.
     """
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._users: dict[int, Pending | None] = {}
-        """I/O under way, by number, with operations that have missed their deadline."""
+        """Running I/O by number, with operations that have missed their deadline."""
         self._given_up: list[tuple[int, int]] = []
-        """Descriptors, with the number of the moment they were given up."""
+        """Descriptors that were given up, each with a number that orders it with the I/O."""
         self._lock = threading.Lock()
 
     def begin(self) -> int:
-        """Descriptors are about to be looked up and used, until `end`."""
+        """Announce that descriptors will be looked up and used until `end`."""
         number = next(self._numbers)
         self._users[number] = None
         return number
 
     def end(self, number: int, pending: Pending | None = None) -> None:
-        """End the use that `begin` has numbered, except for pending operations."""
+        """End the use with this number, except for pending operations."""
         if pending is not None:
             self._users[number] = pending
             self._forget_ended()
@@ -83,7 +83,7 @@ class Descriptors:
             self.end(number)
 
     def give_up(self, fd: int) -> None:
-        """Close a descriptor as soon as it is not in use. Its file is closed now."""
+        """Close the file of a descriptor now, and its number when it is not in use any more."""
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         os.dup2(null, fd, inheritable=False)
         os.close(null)
@@ -114,7 +114,7 @@ class Descriptors:
 
 
 class SharedPending:
-    """Late I/O on which several threads may wait."""
+    """Late I/O for which several threads may wait."""
 
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
@@ -139,16 +139,15 @@ class Files:
         self.engine = open_engine(kind, depth=depth)
         self._timeout_s = timeout_s
         self._adrift: list[tuple[Pending, list[tuple[int, int, int]], object]] = []
-        """I/O that missed its deadline, the ranges that it writes to (descriptor, start, stop), and
+        """I/O that missed its deadline, the ranges that it writes (descriptor, start, stop), and
         its memory."""
         self._adrift_lock = threading.Lock()
         self._holders = 1
         self.descriptors = Descriptors()
 
     def open_file(self, path: Path, flags: int) -> int:
-        """Open a regular file, or make it; ELOOP for a symlink, EINVAL for anything else.
-
-        A FIFO or a device in place of the file is not waited for.
+        """Open or create a regular file. ELOOP for a symbolic link, EINVAL for other kinds of file.
+        Does not block for a FIFO or a device.
         """
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -164,7 +163,7 @@ class Files:
         return os.open(path, flags | os.O_CLOEXEC)
 
     def make_directory(self, path: Path) -> None:
-        """Make it durably, unless it exists."""
+        """Create a directory durably, unless it exists."""
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
@@ -179,18 +178,18 @@ class Files:
         path.unlink(missing_ok=True)
 
     def replace(self, source: Path, target: Path) -> None:
-        """Rename a file within its directory, in place of the file that has that name."""
+        """Rename a file within its directory, replacing the file with that name."""
         os.replace(source, target)
 
     def sync_directory(self, fd: int) -> None:
-        """Make files made, renamed and unlinked in a directory so far durable."""
-        os.fsync(fd)  # fdatasync need not write a new name down
+        """Make created, renamed and deleted files of a directory durable."""
+        os.fsync(fd)  # fdatasync need not write a new name
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
     def is_emulated(self, drive: str) -> bool:
-        """True for a drive that the machine does not have (testing/emulation.py)."""
+        """True for an emulated drive (testing/emulation.py)."""
         return False
 
     def attach(self, fd: int, drive: str) -> None:
@@ -202,11 +201,11 @@ class Files:
         return None if pending is None else SharedPending(pending)
 
     def register(self, address: int, nbytes: int) -> bool:
-        """Make transfers to and from this memory cheaper. False: the kernel refuses."""
+        """Register memory to make transfers cheaper. False: the kernel refuses."""
         return self.engine.register(address, nbytes)
 
     def read(self, fd: int, offset: int, nbytes: int) -> memoryview:
-        """`nbytes` (whole pages) from `offset`; fewer at the end of the file."""
+        """Read `nbytes` (whole pages) at `offset`; fewer at the end of the file."""
         buffer = aligned(nbytes)
         done = 0
         while done < nbytes:
@@ -232,7 +231,7 @@ class Files:
         self._run_one(ops, None)
 
     def keep(self, pending: Pending, ops: Ops, memory: object) -> None:
-        """Keep memory alive that the kernel may still use."""
+        """Keep the memory of pending operations alive until they end."""
         writes = ops[ops["opcode"] == WRITE]
         starts, stops = writes["offset"], writes["offset"] + writes["nbytes"]
         places = list(zip(writes["fd"].tolist(), starts.tolist(), stops.tolist(), strict=True))
@@ -241,7 +240,7 @@ class Files:
         self.descriptors.end(self.descriptors.begin(), pending)
 
     def may_still_write(self, fd: int, start: int, stop: int) -> bool:
-        """True if a write that missed its deadline may still arrive there."""
+        """True if a write that missed its deadline may still change this range."""
         with self._adrift_lock:
             self._adrift = [part for part in self._adrift if not part[0].wait(0.0)]
             return any(
@@ -259,8 +258,8 @@ class Files:
             raise OSError(code, os.strerror(code))
 
     def write_new(self, path: Path, data: bytes, room_bytes: int = 0) -> int:
-        """Put a file in the place of the one at `path`, durably: the new one or the old. Returns a
-        descriptor, which becomes the caller's. The file has room to grow to `room_bytes`.
+        """Replace the file at `path` atomically and durably. Returns a descriptor, which the caller
+        must close. Reserves `room_bytes` on the disk for the file.
         """
         partial = path.with_name(f"{path.name}.new")
         fd = self.open_file(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -281,7 +280,7 @@ class Files:
         return fd
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Give a file its full size, with its blocks reserved where the filesystem can."""
+        """Give a file its full size. Reserves the disk blocks if the file system can."""
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:

@@ -1,8 +1,7 @@
-"""Measures the speed of a drive once, a step at a time: another user of the drive waits for at most
-one step.
+"""Measures the speed of a drive in short steps: other users of the drive wait for one step at most.
 
-Reads and writes go the way that blocks go (Files), into one extent that holds nothing: a segment
-that is free, or for reads alone one that is full. Nothing that is written here looks like a record.
+Reads and writes use the same code as blocks (Files), in one extent: a free segment, or for reads
+only a full one. The written bytes are not valid records.
 """
 
 import json
@@ -20,35 +19,35 @@ from kvdepot.native import READ, WRITE, address_of
 
 _MOST: Final = 1 << 50
 _END_OF_TIME: Final = 1 << 37
-"""The greatest time in a profile; a calendar ends about here."""
+"""Largest valid time in a profile."""
 _UNIT: Final = 256 << 10
 BENCHMARK_BYTES_MIN: Final = _UNIT
 _MEMORY_BYTES: Final = 4 << 20
 _REGION_MAX: Final = 256 << 20
-"""The part of the extent that is used. At most twice this is written."""
+"""Most bytes of the extent that are used. At most twice this is written."""
 _JUMP: Final = 0.6180339887
-"""From one random place to the next, as a part of the region: never near, never twice the same."""
+"""Distance between random reads as a fraction of the region: far apart, and never repeated."""
 _STALL_S: Final = 2.0
 _LATENCIES: Final = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Speeds of one drive with nothing else to do. 0: not known, it had no free segment."""
+    """Speeds of an idle drive. 0: unknown, because it had no free segment."""
 
     read_bytes_per_s: int
-    """Sequential."""
+    """Speed of sequential reads."""
     write_bytes_per_s: int
     random_read_bytes_per_s: int
-    """Reads of `random_bytes` all over one segment."""
+    """Speed of random reads of `random_bytes`."""
     random_write_bytes_per_s: int
     random_bytes: int
     read_latency_us: int
-    """Median for one page, alone."""
+    """Median latency of reading one page."""
     write_latency_us: int
     direct_io: bool
     emulated: bool
-    """The drive does not exist: it is made to have these speeds."""
+    """True if the drive is emulated with these speeds."""
     measured_at_s: int
     """Seconds since 1970."""
 
@@ -57,7 +56,7 @@ class Profile:
 
     @classmethod
     def parse(cls, text: bytes) -> "Profile | None":
-        """None: it has another version, and the drive is measured again."""
+        """Parse a profile; None if it has another version: the drive is then measured again."""
         try:
             found = cls(**parse_object(text))
         except (TypeError, ValueError):
@@ -80,7 +79,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkLimits:
-    """Longest time for each of four speeds, and for each step."""
+    """Longest time to measure each of four speeds, and longest step."""
 
     speed_s: float = 0.2
     step_s: float = 0.004
@@ -89,7 +88,7 @@ class BenchmarkLimits:
 
 FLASH: Final = BenchmarkLimits()
 HEAD: Final = BenchmarkLimits(speed_s=0.6, step_s=0.02, at_once_max=16)
-"""A drive with a head needs longer, and gains nothing from a long queue."""
+"""Limits for hard drives, which need longer and gain nothing from a long queue."""
 
 
 @dataclass(slots=True)
@@ -124,7 +123,7 @@ class BenchmarkSeries:
         return [int(number * _JUMP % 1.0 * units) * self.unit_bytes for number in numbers]
 
     def add(self, nbytes: int, seconds: float, region_bytes: int) -> None:
-        """Count a step, and ask for more at once as long as that is quickly done."""
+        """Record a step, and double the next one while steps are short."""
         self.samples.append((self.at_once, nbytes, seconds))
         room = min(self.limits.at_once_max, region_bytes // self.unit_bytes)
         quick = 2 * seconds <= self.limits.step_s and 2 * self.at_once <= room
@@ -132,7 +131,7 @@ class BenchmarkSeries:
             self.at_once *= 2
 
     def bytes_per_s(self) -> int:
-        """The speed of the largest steps: the first ones are too small for a fast drive."""
+        """The speed of the largest steps; the first ones are too small for a fast drive."""
         most = max((at_once for at_once, *_ in self.samples), default=0)
         large = [sample for sample in self.samples if sample[0] == most]
         total_s = sum(seconds for *_, seconds in large)
@@ -167,7 +166,7 @@ class VolumeBenchmark:
         return self._next() is None
 
     def step(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """Measure once. Raises OSError if the drive fails, or does not answer."""
+        """Measure one step. Raises OSError if the drive fails or times out."""
         series = self._next()
         if series is None:
             return
@@ -191,7 +190,7 @@ class VolumeBenchmark:
         self._last = series
 
     def discard(self) -> None:
-        """Forget the last step: the drive was used meanwhile."""
+        """Discard the last step, because the drive was used meanwhile."""
         if self._last is not None and self._last.samples:
             self._last.samples.pop()
 

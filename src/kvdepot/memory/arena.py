@@ -1,4 +1,4 @@
-"""Slots in memory: equal-sized places for blocks, by size class.
+"""Allocates slots for blocks in memory, by size class.
 
 The memory is cut into chunks of 64 KiB. A slab is a run of chunks cut into slots of one class;
 a class is an exact size in pages, since a model's blocks are all of one size. A slab whose slots
@@ -40,7 +40,7 @@ class Slab:
 
 
 def slab_chunks(slot_bytes: int, chunks_max: int) -> int:
-    """The number of chunks of a slab of this class: small, with little waste."""
+    """The number of chunks of a slab of this class: small, with little unused memory."""
     first = max(-(-slot_bytes // CHUNK), _SLAB_MIN // CHUNK)
     best, best_waste = 0, 1.0
     for chunks in range(first, min(chunks_max, first * _SLAB_SLOTS_MAX) + 1):
@@ -63,7 +63,7 @@ class Arena:
         shared: bool = False,
         memory: Memory | None = None,
     ) -> None:
-        """In `memory`, if it is given, else in memory of its own."""
+        """Uses `memory` if given, else allocates its own."""
         self.memory = memory or Memory(capacity_bytes, huge_pages, shared=shared)
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
@@ -74,13 +74,13 @@ class Arena:
         self._slab_at: dict[int, Slab] = {}
         self._slab_of_chunk = np.full(self.chunk_count, -1, dtype=np.int32)
         self._slab_starts: memoryview = self._slab_of_chunk.data
-        """The same, fast for single values."""
+        """The same as a memoryview, which is faster for single values."""
         self._open: dict[int, list[Slab]] = {}
         self._sizes: dict[int, int] = {}
         self._slab_counts: Counter[int] = Counter()
         self._hint = 0
         self._no_run_of = self.chunk_count + 1
-        """No run of this length or longer was free since a slab was last given back."""
+        """No run of at least this length has been free since a slab was last freed."""
 
     @property
     def address(self) -> int:
@@ -94,7 +94,9 @@ class Arena:
         return -(-nbytes // PAGE) * PAGE
 
     def allocate(self, nbytes: int, owner: int) -> int | None:
-        """Location of a free slot, or None when the class has none and no room for a slab."""
+        """Allocate a slot. Returns its location; None if there is neither a slot nor room for a
+        slab.
+        """
         slot_bytes = -(-nbytes // PAGE) * PAGE
         slabs = self._open.get(slot_bytes)
         if not slabs:
@@ -113,7 +115,7 @@ class Arena:
         return slab.start * CHUNK + slot * slot_bytes
 
     def allocate_many(self, sizes: Sequence[int], owner: int) -> list[int]:
-        """`allocate` for each size; -1 where there is no room."""
+        """`allocate` for each size; -1 if there is no room."""
         found = (self.allocate(nbytes, owner) for nbytes in sizes)
         return [-1 if location is None else location for location in found]
 
@@ -130,7 +132,7 @@ class Arena:
             self._retire(slab)
 
     def room(self, nbytes: int) -> int:
-        """Bytes that are free for this size class, estimated without a search."""
+        """Estimate of the free bytes for this size class, without a search."""
         slot_bytes = self.slot_bytes(nbytes)
         slots = self._free_slots[slot_bytes]
         chunks = -(-slot_bytes // CHUNK)
@@ -154,7 +156,7 @@ class Arena:
         return list(self._slab_at.values())
 
     def chunks_for(self, nbytes: int) -> int:
-        """Chunks that a new slab of this class needs; 0 if the arena can never hold one."""
+        """Number of chunks of a new slab of this class; 0 if the arena is too small for one."""
         slot_bytes = self.slot_bytes(nbytes)
         if slot_bytes not in self._sizes:
             self._sizes[slot_bytes] = slab_chunks(slot_bytes, self.chunk_count)
@@ -192,7 +194,7 @@ class Arena:
         return slab
 
     def _find(self, chunks: int) -> int | None:
-        """The first long enough run of free chunks. Looks behind the last one first."""
+        """Find a run of free chunks, beginning after the last one found."""
         if chunks >= self._no_run_of:
             return None
         fits = self._hint + chunks <= self.chunk_count

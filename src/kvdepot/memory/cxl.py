@@ -1,4 +1,4 @@
-"""Slower memory: a DAX device, or a NUMA node. CXL memory without processors is such a node."""
+"""Slower memory: a DAX device or a NUMA node, such as CXL memory."""
 
 import ctypes
 import fcntl
@@ -19,7 +19,7 @@ _WORD: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def open_device(setting: str, path: Path, nbytes: int) -> int:
-    """Open and lock a device that can be mapped. Raises ConfigError, also if it is too small."""
+    """Open and lock a device to be mapped. ConfigError if that fails or it is too small."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -53,12 +53,12 @@ def size_of(fd: int) -> int:
 def _check(setting: str, path: Path, fd: int, nbytes: int) -> None:
     found = size_of(fd)
     if not found:
-        raise ConfigError(setting, f"{path} is no DAX device, and no file that has bytes")
+        raise ConfigError(setting, f"{path} is neither a DAX device nor a non-empty file")
     if found < nbytes:
         raise ConfigError(
             setting,
             f"{path} has {format_bytes(found)}, less than the capacity of {format_bytes(nbytes)}",
-            hint="give less capacity, or a larger device",
+            hint="lower the capacity, or use a larger device",
         )
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,12 +83,12 @@ def check_node(setting: str, node: int, nbytes: int) -> None:
             setting,
             f"NUMA node {node} has {format_bytes(known[node])}, "
             f"less than the capacity of {format_bytes(nbytes)}",
-            hint="give less capacity, or another node",
+            hint="lower the capacity, or use another node",
         )
 
 
 def bind(address: int, nbytes: int, node: int) -> None:
-    """Take the pages of untouched memory from one node only. Raises OSError."""
+    """Bind memory that was not touched yet to one node. Raises OSError."""
     number = _MBIND.get(platform.machine())
     if number is None:
         raise OSError(f"memory cannot be bound to a node on {platform.machine()}")

@@ -1,6 +1,4 @@
-"""Memory for blocks, on huge pages if there are any. Shared memory can be mapped by other
-processes.
-"""
+"""Memory for blocks, on huge pages if possible. Other processes can map shared memory."""
 
 import contextlib
 import ctypes
@@ -25,7 +23,7 @@ _STEP: Final = 64 << 20
 _MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""A process that has the descriptor can write to the memory, and cannot shrink it."""
+"""A process with the descriptor can write to the memory, but cannot change its size."""
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 _FAILED: Final = ctypes.c_void_p(-1).value
@@ -78,11 +76,11 @@ class Memory:
 
     @classmethod
     def mapped(cls, *parts: tuple[int, int]) -> "Memory":
-        """Map descriptors of another process or a device, as (descriptor, bytes), one part right
-        behind the other.
+        """Map descriptors of another process or a device, as (descriptor, bytes), one after the
+        other.
 
-        Takes over the descriptors, and keeps them until `close`: a lock on a device lasts as long.
-        Raises OSError if a part cannot be mapped.
+        Owns the descriptors until `close`, and with them locks on devices. Raises OSError if a part
+        cannot be mapped.
         """
         memory = cls.__new__(cls)
         memory.nbytes = sum(nbytes for _, nbytes in parts)
@@ -96,7 +94,7 @@ class Memory:
 
     @classmethod
     def on_node(cls, nbytes: int, node: int, *, shared: bool = False) -> "Memory":
-        """Memory of one NUMA node, on transparent huge pages if there are any. Raises OSError."""
+        """Memory of one NUMA node, on transparent huge pages if possible. Raises OSError."""
         memory = cls.__new__(cls)
         memory.nbytes = -(-nbytes // HUGE_BYTES) * HUGE_BYTES
         memory._collapse = shared
@@ -129,7 +127,7 @@ class Memory:
         self._toucher.start()
 
     def prefaulted(self, timeout_s: float | None = None) -> bool:
-        """Wait for `prefault` to end."""
+        """Wait for `prefault` to end. False if it has not ended after `timeout_s`."""
         if self._toucher is not None:
             self._toucher.join(timeout_s)
         return self._toucher is None or not self._toucher.is_alive()
@@ -160,7 +158,7 @@ class Memory:
             area.close()
 
     def _try_hugetlb(self) -> None:
-        """Use reserved huge pages, if there are enough. The kernel aligns them."""
+        """Use reserved huge pages, which are aligned, if there are enough."""
         with contextlib.suppress(OSError):
             fd = self._new_fd(os.MFD_HUGETLB)
             try:
@@ -196,8 +194,8 @@ class Memory:
         self._map = mmap.mmap(-1, self.nbytes + HUGE_BYTES, flags=flags)
 
     def _map_parts(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Map descriptors over addresses of `_map`, which unmaps them. Takes over the descriptors,
-        also when it fails.
+        """Map descriptors over addresses of `_map`, which unmaps them. Owns the descriptors, even
+        if it fails.
         """
         try:
             self._reserve(_MAP_NORESERVE)
@@ -264,7 +262,7 @@ def _close_all(parts: Sequence[tuple[int, int]]) -> None:
 
 
 def memory_limit() -> int:
-    """Bytes of memory this process can have: the machine's, or its control group's limit."""
+    """The memory of the machine in bytes, or the limit of the control group."""
     total = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemTotal:"):
@@ -276,7 +274,7 @@ def memory_limit() -> int:
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the system, if the C library can. Recovery of a large store frees
+    """Return freed memory to the system, if the C library can. The recovery of a large store frees
     several times the size of the index.
     """
     with contextlib.suppress(AttributeError):

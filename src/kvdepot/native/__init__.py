@@ -1,6 +1,6 @@
 """Checksums, copies and I/O: the C extension where it is built, else Python and numpy.
 
-`NAME` is "c" or "python". Both give the same results; a property test holds them to it.
+`NAME` is "c" or "python". Both give the same results, which a property test checks.
 In C, work on 64 KiB or more releases the interpreter lock. Addresses are plain integers: the caller
 keeps the memory alive. fallback.py documents each function.
 """
@@ -57,7 +57,7 @@ gather, scatter, copy_rectangles = _chosen.gather, _chosen.scatter, _chosen.copy
 def chunk_checksums(source: Any, chunk_bytes: int, target_u64: Any) -> None:
     """Fill `target_u64` with the checksum of each chunk of `source`; the last may be short.
 
-    ValueError when the target does not have exactly one u64 for each chunk.
+    ValueError unless the target has exactly one u64 for each chunk.
     """
     address, nbytes = address_of(source)
     table, table_bytes = address_of(target_u64, writable=True)
@@ -71,11 +71,11 @@ def chunk_checksums(source: Any, chunk_bytes: int, target_u64: Any) -> None:
 def open_engine(
     kind: str = "auto", depth: int = 32, threads: int = 8, split_bytes: int = 512 << 10
 ) -> IoEngine:
-    """An engine of kind "uring", "threads" or "python"; "auto" takes the first of them that works.
+    """Open an engine of kind "uring", "threads" or "python"; "auto" is the first that works.
 
-    `depth` pieces of at most `split_bytes` are in flight for each call of `run`; `threads` is for
-    "threads". OSError when "uring" is not allowed. Without the extension every kind is "python",
-    which moves one op of a batch at a time.
+    Each call of `run` has up to `depth` pieces of at most `split_bytes` in flight; `threads` is for
+    kind "threads". OSError if "uring" is not allowed. Without the extension every kind is "python",
+    which executes one op of a batch at a time.
     """
     if kind == "python" or NAME == "python":
         return PythonEngine()

@@ -7,8 +7,9 @@
 #include "bytes.h"
 
 enum { UNIT_BYTES = 256 << 10 };
-/* Virtual disks report a whole queue at once. So that something can be checked while the rest is read,
- * a batch with checks has no more than half of what is left in flight, within these limits. */
+/* Virtual disks complete a whole queue at once. A batch with checks therefore has at most half of
+ * the remaining bytes in flight, within these limits, so that bytes are checked while others are
+ * read. */
 enum { CHECKED_FLIGHT_MIN = 8 << 20, CHECKED_FLIGHT_MAX = 32 << 20 };
 #define NO_OP SIZE_MAX
 
@@ -157,7 +158,8 @@ static int flight_is_full(const struct batch *batch)
     return batch->in_flight_bytes >= (limit < CHECKED_FLIGHT_MAX ? limit : CHECKED_FLIGHT_MAX);
 }
 
-/* Give the lane as much as may be in flight. A sync waits until everything before it has finished. */
+/* Submit as much as may be in flight. A sync is submitted when all operations before it have
+ * ended. */
 static void fill(struct batch *batch)
 {
     while (!flight_is_full(batch) && batch->cursor < batch->count) {
@@ -178,7 +180,7 @@ static void fill(struct batch *batch)
     }
 }
 
-/* Book a slot that came back; a short transfer is sent on its way again. */
+/* Record a finished slot; the rest of a short transfer is submitted again. */
 static void land(struct batch *batch, struct slot *slot)
 {
     struct op_state *state = &batch->states[slot->op];
@@ -288,7 +290,7 @@ static int check_payload(const struct batch *batch, size_t index, int all_arrive
     return progressed;
 }
 
-/* Take one op as far as one unit of work allows. 1 when there may be more to do at once. */
+/* Verify or copy one unit of work of an op. 1 if there may be more to do now. */
 static int advance(struct batch *batch, size_t index)
 {
     const struct io_op *op = &batch->ops[index];
@@ -321,7 +323,7 @@ static void work(struct batch *batch)
     state->ready = 0;
 }
 
-/* Take back what has not started and give every unfinished op its result. */
+/* Cancel what has not started and set the result of every unfinished op. */
 static int give_up(struct batch *batch, int error)
 {
     batch->in_flight -= batch->lane->type->withdraw(batch->lane);
@@ -350,7 +352,7 @@ int batch_run(struct batch *batch, int64_t deadline_ns)
         struct slot *finished = NULL;
         int error = batch->in_flight ? batch->lane->type->reap(batch->lane, wait, deadline_ns, &finished)
                                      : 0;
-        /* What has landed makes room for the next transfers, which go before the checks. */
+        /* Finished slots make room for further transfers, which are submitted before the checks. */
         refill = finished && !refill && batch->cursor < batch->count;
         while (finished) {
             struct slot *slot = finished;

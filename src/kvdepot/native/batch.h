@@ -1,6 +1,6 @@
-/* A batch of I/O operations on its way: what is read or written is cut into pieces, pieces travel in
- * slots, and what has arrived is checked and copied in order while the rest is still under way. The
- * lane (a ring, or a channel to the thread pool) only carries slots. */
+/* A batch of I/O operations in progress. Operations are split into pieces, which are submitted in
+ * slots. Arrived bytes are verified and copied in order while the rest is in flight. The lane (a
+ * ring, or a channel to the thread pool) only transports slots. */
 #ifndef KVDEPOT_BATCH_H
 #define KVDEPOT_BATCH_H
 
@@ -36,9 +36,9 @@ enum { PIECE_HEAD = UINT32_MAX };
 
 int64_t clock_ns(void);
 
-/* What a lane can do. `reap` takes the finished slots, after waiting for at least one when wait is
- * set: 0, -ETIME at the deadline, or -errno when the lane is broken. `withdraw` takes back every
- * slot that has not been started and returns how many. */
+/* The operations of a lane. `reap` returns finished slots, and waits for at least one if `wait` is
+ * set: 0, -ETIME at the deadline, or -errno if the lane is broken. `withdraw` cancels all slots
+ * that have not been started and returns their number. */
 struct lane_type {
     void (*submit)(struct lane *lane, struct slot *slot);
     int (*reap)(struct lane *lane, int wait, int64_t deadline_ns, struct slot **finished);
@@ -57,8 +57,8 @@ struct batch;
 
 /* NULL when out of memory. The ops stay the caller's and must outlive the batch. */
 struct batch *batch_open(struct lane *lane, struct io_op *ops, size_t count, uint64_t split_bytes);
-/* 0 when every op has its result; else -ETIME or -errno, and unfinished ops have a result that says
- * so. Then the lane may still have slots in flight: see batch_drain. */
+/* 0 if all ops have ended; else -ETIME or -errno, which is also the result of unfinished ops. The
+ * lane may then have slots in flight: see batch_drain. */
 int batch_run(struct batch *batch, int64_t deadline_ns);
 /* After a failed batch_run: 1 once nothing is in flight any more, 0 at the deadline. */
 int batch_drain(struct batch *batch, int64_t deadline_ns);

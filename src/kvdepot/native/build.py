@@ -35,7 +35,7 @@ EXTENSION: Final = "_native.abi3.so"
 
 
 def compiler() -> str:
-    """The first of $CC, cc, gcc, clang on PATH. FileNotFoundError when there is none."""
+    """The first of $CC, cc, gcc, clang on PATH. FileNotFoundError if there is none."""
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         if name and (path := shutil.which(name)):
             return path
@@ -43,7 +43,7 @@ def compiler() -> str:
 
 
 def build(target: Path = DIRECTORY / EXTENSION, extra: tuple[str, ...] = ()) -> Path:
-    """Compile and link to `target`, which appears complete or not at all."""
+    """Compile and link to `target`, which is replaced atomically."""
     partial = target.with_name(f"{target.name}.{os.getpid()}")
     include = sysconfig.get_paths()["include"]
     sources = [str(DIRECTORY / source) for source in SOURCES]
@@ -60,7 +60,7 @@ def main() -> int:
     try:
         print(build())
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        print(f"error: {error}\nhint: kvdepot works without it, only slower", file=sys.stderr)
+        print(f"error: {error}\nhint: kvdepot works without it, but slower", file=sys.stderr)
         return 1
     return 0
 

@@ -31,8 +31,9 @@ enum { STRIPE_BYTES = 64, STRIPES_PER_BLOCK = 16, BLOCK_BYTES = 1024, SECRET_BYT
 
 extern const uint8_t xxh3_secret[SECRET_BYTES];
 
-/* How the bytes that are hashed reach the target: not at all, through the cache, past it, or past it
- * in the target's own lines of 64 bytes, which then begin `shift` bytes after each stripe. */
+/* How hashed bytes are stored in the target: not at all, through the cache, bypassing it, or
+ * bypassing it in aligned lines of 64 bytes of the target, which begin `shift` bytes after each
+ * stripe. */
 enum store { STORE_NONE, STORE_CACHED, STORE_STREAM, STORE_SHIFTED };
 
 /* One instruction set: `stripes` accumulates nblocks whole blocks (each followed by a scramble) and
@@ -55,8 +56,8 @@ uint64_t checksum64(const uint8_t *source, size_t nbytes);
 /* The same, and `source` is copied to `target` in the same pass. */
 uint64_t checksum64_copy(uint8_t *target, const uint8_t *source, size_t nbytes, int stream);
 
-/* A batch that moves at least STREAM_BATCH_BYTES goes past the cache with every contiguous run of at
- * least STREAM_RUN_BYTES: twice the rate of memcpy once the working set leaves the cache. */
+/* A batch that moves at least STREAM_BATCH_BYTES goes past the cache with every contiguous run of
+ * at least STREAM_RUN_BYTES: twice the rate of memcpy once the working set leaves the cache. */
 enum { STREAM_BATCH_BYTES = 1 << 20, STREAM_RUN_BYTES = 1 << 12 };
 
 void copy_bytes(uint8_t *target, const uint8_t *source, size_t nbytes, int stream);

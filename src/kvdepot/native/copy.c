@@ -51,7 +51,7 @@ static void transfer_one(struct transfer_op *op, int stream)
     }
 }
 
-/* Threads that work on one batch, and how far they have come: whole chunks of an op at a time. */
+/* Threads that share one batch, and their progress: whole chunks of an op at a time. */
 struct shared_run {
     pthread_mutex_t mutex;
     struct transfer_op *ops;
@@ -62,7 +62,7 @@ struct shared_run {
 
 enum { SHARE_BYTES = 2 << 20, THREADS_MAX = 64 };
 
-/* The next part, as an op of its own, and which op it is of; 0 when none is left. */
+/* The next part as an op of its own, and the op that it belongs to; 0 if none is left. */
 static int take_part(struct shared_run *run, struct transfer_op *part, struct transfer_op **whole)
 {
     pthread_mutex_lock(&run->mutex);

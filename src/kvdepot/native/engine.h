@@ -13,19 +13,19 @@ struct engine;
 
 /* NULL and errno. */
 struct engine *engine_open(int uring, uint32_t depth, uint32_t threads, uint64_t split_bytes);
-/* Idle lanes are closed now, borrowed ones when they come back. No lane is lent afterwards. */
+/* Closes idle lanes now, and borrowed ones when they are returned. No lane is lent afterwards. */
 void engine_close(struct engine *engine);
-/* Closes; frees unless something is still in flight, which is then left to the process's end. */
+/* Closes and frees the engine. If I/O is in flight it is leaked until the process ends. */
 void engine_free(struct engine *engine);
 int engine_closed(struct engine *engine);
 int engine_foreign(const struct engine *engine); /* 1 in a child of the process that opened it */
 uint64_t engine_split_bytes(const struct engine *engine);
 
-/* NULL and *error: -ETIME when none came back in time, -EBADF when closed, or -errno. */
+/* NULL and *error: -ETIME if no lane was returned in time, -EBADF if closed, or -errno. */
 struct lane *engine_borrow(struct engine *engine, int64_t deadline_ns, int *error);
 void engine_return(struct engine *engine, struct lane *lane);
 
-/* 0, or the errno of the refusal, after which nothing is registered that was not before. */
+/* 0, or the errno of the refusal; then nothing was registered. */
 int engine_register(struct engine *engine, uint64_t address, uint64_t nbytes);
 
 #endif

@@ -38,12 +38,12 @@ def checksum(buffer: Any) -> int:
 
 
 def transfer(ops: Any, threads: int = 1) -> None:
-    """Run a batch of copies, a writable buffer of TRANSFER_DTYPE, each byte read once.
+    """Run a batch of copies, a writable buffer of TRANSFER_DTYPE. Each byte is read once.
 
-    In C, `threads` share the work, whole chunks each. Here the caller's thread does all of it.
+    In C, `threads` share the work by chunks. Here the caller's thread does all of it.
 
-    Afterwards every `result` is 0, or -EBADMSG for a VERIFY that found another checksum; its target
-    is then undefined. In C a batch of 1 MiB or more is stored past the cache.
+    Afterwards every `result` is 0, or -EBADMSG for a VERIFY with a wrong checksum; its target is
+    then undefined. In C a batch of 1 MiB or more bypasses the cache.
     """
     records = records_at(ops, TRANSFER_DTYPE, writable=True)
     for index, mode in enumerate(records["mode"]):
@@ -56,7 +56,7 @@ def transfer(ops: Any, threads: int = 1) -> None:
 def transfer_one(
     source: int, target: int, nbytes: int, chunk_bytes: int, table: int, mode: int
 ) -> int:
-    """One record of TRANSFER_DTYPE; its result."""
+    """Run one record of TRANSFER_DTYPE. Returns its result."""
     if mode != COPY and chunk_bytes and nbytes:
         sums = checksums_of(view_at(source, nbytes), chunk_bytes)
         entries = view_at(table, sums.nbytes).view("<u8")
@@ -80,7 +80,7 @@ def _pieces(pieces: Any, nbytes: int) -> list[tuple[int, int, int, int]]:
 def gather(target: Any, pieces: Any) -> None:
     """Pack the rows of `pieces` (STRIDED_DTYPE) into `target`, one after the other.
 
-    ValueError, and nothing is copied, when they do not add up to exactly the buffer.
+    ValueError if their bytes do not add up to the buffer; then nothing is copied.
     """
     whole, at = _held(target, writable=True), 0
     for address, rows, row_bytes, stride in _pieces(pieces, whole.nbytes):
@@ -106,7 +106,7 @@ CopyRectangle: Final = ctypes.CFUNCTYPE(
 
 def copy_rectangles(function: int, rectangles: Any, kind: int, stream: int) -> int:
     """Call the device's `cudaMemcpy2DAsync`, whose address is `function`, for each of `rectangles`
-    (RECTANGLE_DTYPE). The first code that is not 0 ends it and is returned, else 0.
+    (RECTANGLE_DTYPE). Stops at the first code that is not 0. Returns the last code.
     """
     copy = CopyRectangle(function)
     for fields in records_at(rectangles, RECTANGLE_DTYPE, writable=False).tolist():

@@ -7,8 +7,8 @@
 enum { MEMORY_SLOTS = 64 };
 #define MEMORY_SLOT_BYTES (UINT64_C(1) << 30)
 
-/* What callers have registered. `generation` tells a slot that was given up and taken again from one
- * that was not touched; a ring compares it with what it has. 0 is an empty slot. */
+/* Memory that callers have registered. `generation` changes when a slot is freed and reused; a ring
+ * compares it with its own. 0 is an empty slot. */
 struct registry {
     struct memory_slot {
         uint64_t address, nbytes, generation;
@@ -18,8 +18,8 @@ struct registry {
 
 /* NULL and errno when the kernel does not allow a ring. */
 struct lane *ring_open(uint32_t depth);
-/* Make the ring's tables equal to the registry, as far as the kernel allows. Only for a ring that
- * is not in use. 0, or the errno of the last refusal. */
+/* Copy the registry to the ring's tables, as far as the kernel allows. The ring must not be in use.
+ * 0, or the errno of the last refusal. */
 int ring_sync(struct lane *lane, const struct registry *registry);
 /* The errno with which the kernel refused the table itself, or 0. */
 int ring_memory_refused(const struct lane *lane);
@@ -29,7 +29,7 @@ int ring_available(const char **reason);
 struct pool;
 /* Threads start when they are first needed and sleep while there is nothing to do. */
 struct pool *pool_open(uint32_t threads);
-/* Threads leave as soon as the call they are in returns; the pool goes with the last of them. */
+/* Threads end when their current call returns; the last one frees the pool. */
 void pool_close(struct pool *pool);
 struct lane *channel_open(struct pool *pool, uint32_t depth);
 

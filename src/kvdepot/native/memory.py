@@ -1,4 +1,4 @@
-"""From a buffer to its address and from an address to a view, without C of our own."""
+"""Converts buffers to addresses and addresses to views, without the C extension."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def rows_at(address: int, rows: int, row_bytes: int, stride: int) -> Bytes:
 def address_of(buffer: Any, writable: bool = False) -> tuple[int, int]:
     """Address and length of a contiguous buffer; an empty one is at 0.
 
-    ValueError when it is not contiguous, BufferError when it is read-only and `writable` is asked
-    for, TypeError when it is no buffer. The address is good while the caller keeps the buffer.
+    ValueError if it is not contiguous, BufferError if it is read-only and `writable` is set,
+    TypeError if it is not a buffer. The address is valid while the caller keeps the buffer.
     """
     if isinstance(buffer, np.ndarray):
         contiguous, readonly = buffer.flags.c_contiguous, not buffer.flags.writeable
@@ -56,7 +56,7 @@ def address_of(buffer: Any, writable: bool = False) -> tuple[int, int]:
 
 
 def records_at(buffer: Any, dtype: np.dtype[np.void], *, writable: bool) -> npt.NDArray[np.void]:
-    """The records of a contiguous buffer; the caller keeps it. ValueError for a part of one."""
+    """The records of a contiguous buffer, which the caller keeps. ValueError for a partial one."""
     view = view_at(*address_of(buffer, writable=writable))
     if view.nbytes % dtype.itemsize:
         raise ValueError(

@@ -280,7 +280,7 @@ static void Engine_dealloc(PyObject *object)
 {
     EngineObject *self = (EngineObject *)object;
     PyTypeObject *type = Py_TYPE(object);
-    if (self->engine && !engine_foreign(self->engine)) /* a child's copy may hold a dead lock: leave it */
+    if (self->engine && !engine_foreign(self->engine)) /* a child's copy may have a lock that is never released */
         engine_free(self->engine);
     Py_XDECREF(self->kind);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
@@ -307,8 +307,8 @@ static int check_ops(const struct io_op *ops, size_t count)
     return 0;
 }
 
-/* What `run` leaves behind when ops did not finish; takes over the view, and the lane and batch unless
- * they are NULL. Out of memory, all three are kept for ever. */
+/* The object for unfinished ops of `run`. It owns the view, and the lane and batch unless they are
+ * NULL. Out of memory, all three are leaked. */
 static PyObject *make_pending(EngineObject *owner, struct lane *lane, struct batch *batch, Py_buffer *ops)
 {
     allocfunc allocate = (allocfunc)PyType_GetSlot(pending_type, Py_tp_alloc);

@@ -1,4 +1,4 @@
-"""The interface of native code: records, of which one numpy array is a batch, and I/O engines."""
+"""The interface of native code: record types of batches, and I/O engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYNC: Final = 2
 
 # A head is at most this long; `used` in a head may not exceed it.
 HEAD_BYTES: Final = 4096
-# Where a head says how many of its bytes are in use (little-endian u32), and the least it may say.
+# Offset of the number of used bytes in a head (little-endian u32), and the least valid number.
 HEAD_USED_AT: Final = 64
 HEAD_USED_MIN: Final = 64
 
@@ -56,14 +56,15 @@ IO_DTYPE: Final = _record(
 class PendingOps(Protocol):
     """Ops that missed their deadline; the kernel may still write to their memory.
 
-    It keeps the ops buffer and the ring. Dropped before `wait` has returned True, it leaves both
-    alive for ever: a leak, never a write into freed memory of its own. The memory that the ops
-    point to is the caller's to keep.
+    It owns the ops buffer and the ring. If it is dropped before `wait` has returned True, both are
+    leaked, so that the kernel never writes to freed memory. The caller must keep the memory that
+    the ops point to.
     """
 
     def wait(self, timeout_s: float) -> bool:
-        """True once no I/O is in flight any more. Late ops keep -ETIMEDOUT; nothing is verified or
-        copied after the deadline. RuntimeError when another thread is waiting."""
+        """Wait until no I/O is in flight; False after `timeout_s`. Late ops keep -ETIMEDOUT;
+        nothing is verified or copied after the deadline. RuntimeError if another thread is
+        waiting."""
 
 
 class IoEngine(Protocol):
@@ -75,23 +76,23 @@ class IoEngine(Protocol):
     def run(self, ops: Any, timeout_s: float) -> PendingOps | None:
         """Execute `ops`, a writable buffer of IO_DTYPE; blocks up to `timeout_s`.
 
-        Afterwards every `result` is 0 or -errno: -EIO at the end of the file, -EBADMSG when a head
-        or a chunk is not what it should be (its copy is then undefined), -ETIMEDOUT when the
-        deadline came first, after which nothing is started: with 0 seconds, nothing at all. None
-        when nothing timed out, else a PendingOps. Order is free, except that a SYNC starts after
-        all ops before it have finished.
+        Afterwards every `result` is 0 or -errno: -EIO at the end of the file, -EBADMSG if a head or
+        a chunk is wrong (its copy is then undefined), -ETIMEDOUT after the deadline. Nothing is
+        started after the deadline; with 0 seconds nothing at all. Returns None if nothing timed
+        out, else a PendingOps. Ops run in any order, except that a SYNC starts after all ops before
+        it have finished.
 
         A read whose `head_check` is set compares the checksum in the head at `head_address` (which
         `head_bytes` > 0 says to read from `head_offset`) and `expect_bytes` bytes after it; with a
         `table` each chunk of the payload must have its checksum there; with a `copy_target` the
-        payload is copied in the same pass. All of it starts while the rest is still being read.
+        payload is copied in the same pass. This starts while the rest is still being read.
 
-        ValueError for a malformed batch, of which nothing has then been started, and once closed.
+        ValueError for a malformed batch, of which nothing was started, and after `close`.
         """
 
     def register(self, address: int, nbytes: int) -> bool:
-        """Pin a range for reads and writes without per-call mapping. False, and no harm, when the
-        kernel refuses. Close the engine before the memory is unmapped."""
+        """Pin memory, so that reads and writes need no mapping per call. False: the kernel refuses,
+        and nothing has changed. Close the engine before the memory is unmapped."""
 
     def close(self) -> None:
-        """Idempotent. Batches that are running finish."""
+        """Close the engine. Running batches finish. May be called twice."""

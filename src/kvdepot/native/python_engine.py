@@ -73,7 +73,7 @@ class PythonEngine:
 
 
 class PythonPendingOps:
-    """A batch under way. Keeps the ops while a thread may still be in a system call for them."""
+    """A running batch. Keeps the ops while a thread may be in a system call for them."""
 
     def __init__(self, ops: Any, wanted: list[Any]) -> None:
         self._ops, self._wanted = ops, wanted
@@ -86,14 +86,14 @@ class PythonPendingOps:
         return len(self._done) == len(self._wanted) and not self._given_up
 
     def run(self, timeout_s: float) -> list[int]:
-        """Begin. Returns the results of the ops that have ended in time, the first ones."""
+        """Run the batch. Returns the results of the first ops, those that ended in time."""
         self._thread.start()
         self._thread.join(min(timeout_s, threading.TIMEOUT_MAX))
         self._given_up = self._thread.is_alive()
         return self._done[:]
 
     def wait(self, timeout_s: float) -> bool:
-        """True once no I/O is in flight any more; the late ops keep -ETIMEDOUT."""
+        """Wait until no I/O is in flight; False after `timeout_s`. Late ops keep -ETIMEDOUT."""
         if self._thread.ident is not None:
             self._thread.join(min(timeout_s, threading.TIMEOUT_MAX))
         return not self._thread.is_alive()
@@ -106,7 +106,7 @@ class PythonPendingOps:
 
 
 def _perform(op: Any) -> int:
-    """Make the system calls of an op; 0 or -errno."""
+    """Execute the system calls of an op. Returns 0 or -errno."""
     try:
         if op.opcode == SYNC:
             os.fdatasync(op.fd)
@@ -136,7 +136,7 @@ def _move(call: Any, fd: int, memory: Any, offset: int) -> None:
 
 
 def _check(op: Any) -> int:
-    """Verify and copy what a read has brought; 0 or -EBADMSG."""
+    """Verify and copy the bytes of a read. Returns 0 or -EBADMSG."""
     if op.opcode != READ:
         return 0
     if op.head_check and not _head_is_sound(op):

@@ -156,11 +156,11 @@ def _traffic(stats: Stats) -> Iterator[Alert]:
 
 
 def _first_tokens(stats: Stats) -> Iterator[Alert]:
-    told = stats.get("first_tokens", {})
-    count = told.get("compared", 0)
-    if count < _FIRST_TOKENS_ENOUGH or told["seconds"] <= _LATER * told["recompute_seconds"]:
+    first = stats.get("first_tokens", {})
+    count = first.get("compared", 0)
+    if count < _FIRST_TOKENS_ENOUGH or first["seconds"] <= _LATER * first["recompute_seconds"]:
         return
-    found, computed = told["seconds"] / count, told["recompute_seconds"] / count
+    found, computed = first["seconds"] / count, first["recompute_seconds"] / count
     yield Alert(
         "warn",
         f"first tokens take {found:.3g} s; computing the whole prompts would take {computed:.3g} s",

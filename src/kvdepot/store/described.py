@@ -59,14 +59,14 @@ class DescribedNamespaces:
 
     def _parse(self, text: bytes) -> Described | None:
         try:
-            told = json.loads(text)
-            layout = KVLayout.from_description(told["layout"])
-            model, tenant = str(told["model"]), str(told["tenant"])
+            fields = json.loads(text)
+            layout = KVLayout.from_description(fields["layout"])
+            model, tenant = str(fields["model"]), str(fields["tenant"])
         except (ValueError, KeyError, TypeError):
             return None
         known = self._tenants.get(tenant)
         try:
             secret = known.secret() if known is not None else b""
-            return Described(layout, model, tenant, Namespace.from_description(told, secret))
+            return Described(layout, model, tenant, Namespace.from_description(fields, secret))
         except ConfigError:
             return Described(layout, model, tenant, None)

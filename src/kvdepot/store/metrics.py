@@ -282,9 +282,7 @@ METRICS: Final = (
     ),
     _counter("put_bytes", "counters.put_bytes", "Bytes of the blocks that were stored."),
     _counter("written_blocks", "counters.written", "Blocks written from memory to drives."),
-    _counter(
-        "written_bytes", "counters.written_bytes", "Bytes of the records of these blocks."
-    ),
+    _counter("written_bytes", "counters.written_bytes", "Bytes of the records of these blocks."),
     _counter(
         "write_failed_blocks",
         "counters.write_failed",

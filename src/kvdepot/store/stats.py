@@ -1,4 +1,4 @@
-"""The present contents of a store as plain values, for `stats`."""
+"""The contents of a store as plain values, for `stats`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The store of this process: an engine, the services beside it, and the façade of a depot."""
+"""The store of this process: an engine, its services, and the interface of a depot."""
 
 import os
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class Store(Depot):
         wall: Clock,
         release: Callable[[], None],
     ) -> None:
-        """`wall` is the time of day. `release` gives back what the store was made of."""
+        """`wall` is the clock for the time of day. `release` closes the parts of the store."""
         self._state = state
         self._release = release
         self._process = os.getpid()
@@ -140,7 +140,7 @@ class Store(Depot):
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> FlushReport:
         state = self._state
-        # A forked child has neither the threads nor the store: both are its parent's.
+        # In a forked child: threads and store belong to the parent.
         if state.closing.is_set() or os.getpid() != self._process:
             return FlushReport(True)
         report = self.flush(timeout_s)
@@ -159,7 +159,7 @@ class Store(Depot):
             stuck = not part.join(timeout_s) or stuck
         state.events.close()
         if stuck:
-            # The kernel or a caller may still use the memory: leave it to the process's end.
+            # The kernel or a caller may still use the memory: keep it until the process ends.
             return replace(report, complete=False)
         for arena in state.all_arenas:
             arena.memory.stop()

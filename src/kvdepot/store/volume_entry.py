@@ -1,4 +1,4 @@
-"""One number of a store's volumes, and the volume that has it."""
+"""A numbered place for a volume in a store."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from kvdepot.errors import KVDepotError
 
 @dataclass(eq=False)
 class VolumeEntry:
-    """One number of the set, and the volume that has it."""
+    """A number and the present volume with it."""
 
     number: int
     tier: str
@@ -17,17 +17,17 @@ class VolumeEntry:
     volume: Volume
     writable: bool = True
     error: KVDepotError | None = None
-    """Why it could not be opened, until it is."""
+    """The error that prevented opening it; None if it is open."""
     is_remote: bool = False
     identity: bytes = b""
     mounts: int = 0
-    """Number of times it was opened: what was appended before is gone."""
+    """Number of times it was opened again: appends to earlier instances are lost."""
     token: int = 0
     news: list[Contents] = field(default_factory=list)
     has_news: bool = False
-    """Other nodes have changed what it holds."""
+    """True if other nodes have changed its contents since `take_news`."""
     draining: bool = False
     retired: bool = False
-    """It holds nothing and is used no more; its number may be given to another volume."""
+    """True if it was removed; its number may be given to another volume."""
     capacity_bytes: int | None = None
-    """Capacity after a resize."""
+    """The capacity after a resize; None: as configured."""

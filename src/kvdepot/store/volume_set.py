@@ -1,6 +1,6 @@
-"""The volumes of a store: opened, numbered and watched.
+"""Opens, numbers and watches the volumes of a store.
 
-The tombstones that any volume has are applied to the records of each one before these count.
+The tombstones of all volumes are applied to the records of each before these are entered.
 """
 
 import logging
@@ -40,7 +40,7 @@ _log = logging.getLogger("kvdepot.volumes")
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks on volumes, as arrays, each key once."""
+    """Recovered blocks as arrays, each key once."""
 
     words: Array
     """Keys, four u64 each."""
@@ -50,20 +50,20 @@ class Blocks:
 
 
 class VolumeSet:
-    """All volumes of a store. Thread-safe; only `open_all` and `add` raise for a medium's fault."""
+    """The volumes of a store. Thread-safe. Only `open_all` and `add` raise for a medium's fault."""
 
     def __init__(self, context: VolumeContext) -> None:
-        """`context` is given to every volume, with an `on_change` of its own."""
+        """`context` is passed to every volume with an `on_change` for it."""
         self._context = context
         self.entries: list[VolumeEntry] = []
         self.down: set[int] = set()
-        """Numbers of volumes that do not work, as far as is known."""
+        """Numbers of volumes that are known to be down."""
         self.woken = threading.Event()
-        """Set when a volume has changed."""
+        """Set when the state or contents of a volume have changed."""
         self.on_published: Callable[[], None] = _nothing
-        """Called when other nodes can see what this one has changed."""
+        """Called when changes of this node were published."""
         self._lock = threading.Lock()
-        """Over the news of all volumes; held for an instant."""
+        """Guards the news of all volumes; held briefly."""
         self.metadata = SharedMetadata(
             lambda: self.entries, context.stamps, writable=context.writable
         )
@@ -73,7 +73,7 @@ class VolumeSet:
 
     @property
     def are_shared(self) -> bool:
-        """True if other nodes write to one of them."""
+        """True if a volume is shared with other nodes."""
         return any(entry.is_remote for entry in self.entries)
 
     def facts(self, number: int) -> VolumeFacts:
@@ -84,10 +84,10 @@ class VolumeSet:
         return volume_of(location) not in self.down
 
     def open_all(self, wanted: Sequence[tuple[str, str, OpenVolume]]) -> list[Blocks]:
-        """Open volumes, given as tier, path and how; return what each holds.
+        """Open volumes, given as tier, path and factory. Returns the blocks of each.
 
-        One that cannot be used is left out and tried again later. Raises if the settings are wrong
-        or another process has a volume, or if none can be used; then all are closed.
+        A volume that cannot be used is left out and retried later. Raises if the settings are
+        invalid, another process has a volume open, or no volume can be used; then all are closed.
         """
         for number, (tier, path, open_volume) in enumerate(wanted):
             absent = AbsentVolume(path, "not opened yet")
@@ -116,15 +116,15 @@ class VolumeSet:
         ]
 
     def reopen(self, entry: VolumeEntry) -> Blocks | None:
-        """Open a lost volume again, and return what it holds; the caller enters that and calls
-        `entered`. None: it could not be opened.
+        """Open a lost volume again. Returns its blocks, which the caller enters into the index
+        before it calls `entered`. None if it could not be opened.
         """
         before = entry.identity
         entry.volume.close()
         try:
             self._open(entry)
         except (KVDepotError, OSError) as error:
-            self.down.add(entry.number)  # the closed volume says when to try again
+            self.down.add(entry.number)  # the closed volume has the time of the next try
             _log.debug("%s cannot be opened: %s", entry.path, error)
             return None
         entry.error = None
@@ -138,14 +138,14 @@ class VolumeSet:
         return blocks
 
     def entered(self, entry: VolumeEntry) -> None:
-        """The blocks of a volume that was opened are in the index: lookups may count on them."""
+        """Called when the blocks of a reopened volume are in the index: lookups may use them."""
         (self.down.discard if entry.volume.facts().up else self.down.add)(entry.number)
 
     def add(self, tier: str, path: str, open_volume: OpenVolume) -> VolumeEntry:
-        """Open one more volume, which must be empty."""
+        """Open one more volume. ConfigError if it is not empty."""
         free = next((one.number for one in self.entries if one.retired), len(self.entries))
         if free >= VOLUMES_MAX:
-            raise ConfigError(f"{tier}.path", f"there are {VOLUMES_MAX} volumes, the most possible")
+            raise ConfigError(f"{tier}.path", f"the store has {VOLUMES_MAX} volumes, the limit")
         absent = AbsentVolume(path, "not opened yet")
         entry = VolumeEntry(free, tier, path, open_volume, absent)
         self._open(entry)
@@ -159,8 +159,8 @@ class VolumeSet:
         return entry
 
     def retire(self, entry: VolumeEntry) -> bool:
-        """Give everything of an empty volume back, and close it. False: no other volume has taken
-        its metadata, and nothing has changed.
+        """Delete the data of an empty volume and close it. False: its metadata could not be copied
+        to another volume, and nothing has changed.
         """
         self.metadata.share(gone=entry.identity)
         others = [one for one in self.metadata.local() if one is not entry]
@@ -179,7 +179,7 @@ class VolumeSet:
             entry.volume.close()
 
     def look(self) -> None:
-        """Have the volumes that other nodes write to looked at soon. Does not block."""
+        """Request a refresh of the volumes shared with other nodes. Does not block."""
         for entry in self.entries:
             if entry.is_remote:
                 news = entry.volume.contents(entry.token, look=True)
@@ -188,14 +188,14 @@ class VolumeSet:
                     entry.has_news = True
 
     def take_news(self, entry: VolumeEntry) -> list[tuple[Contents, Blocks]]:
-        """Read the changes of other nodes on a volume: its contents, and its new blocks."""
+        """Take the changes of other nodes on a volume: contents, and the blocks to enter."""
         with self._lock:
             parts, entry.news, entry.has_news = entry.news, [], False
         parts.append(entry.volume.contents(entry.token))
         return [(self._learnt(entry, part), self._alive(entry, part)) for part in parts]
 
     def describe(self, entry: VolumeEntry) -> dict[str, Any]:
-        """In plain values, for `stats`."""
+        """The values for `stats`."""
         facts = entry.volume.facts(details=True)
         return {
             "path": facts.label,
@@ -231,7 +231,7 @@ class VolumeSet:
         _log.warning("%s: the volume cannot be used: %s", entry.path, error)
 
     def _none_works(self) -> KVDepotError | None:
-        """An error if no volume at all could be opened. One of several may be missing."""
+        """The error if no volume could be opened, else None."""
         errors = [entry.error for entry in self.entries if entry.error is not None]
         if not errors or len(errors) < len(self.entries):
             return None
@@ -262,8 +262,8 @@ class VolumeSet:
         return contents
 
     def _alive(self, entry: VolumeEntry, contents: Contents) -> Blocks:
-        """The records that no tombstone of any volume covers, and whose segments count. The others
-        are discarded.
+        """The records that no tombstone deletes and whose segments are above the floor. Discards
+        the others.
         """
         volume = entry.volume
         stones, floor = self.metadata.tombstones()
@@ -281,18 +281,18 @@ class VolumeSet:
         )
 
     def _drop_below(self, entry: VolumeEntry, floor: int, places: Ints) -> Array:
-        """Release the segments whose tombstones may be forgotten, because the volume was away.
-        Returns which of the places lie in them.
+        """Release segments whose tombstones may have been dropped while the volume was detached.
+        Returns True for the places in them.
         """
         table = entry.volume.segments()
         old = table.segments[table.ids <= floor]
         if not len(old):
             return np.zeros(len(places), bool)
-        _log.warning("%s: was away too long: %d segments are dropped", entry.path, len(old))
+        _log.warning("%s: was detached too long: %d segments were dropped", entry.path, len(old))
         for segment in old.tolist() if self._context.writable else ():
             entry.volume.release(segment)
         return np.isin(places >> SEGMENT_SHIFT, old)
 
 
 def _nothing() -> None:
-    """Do nothing: no other node uses these volumes."""
+    """Does nothing: no other node uses these volumes."""

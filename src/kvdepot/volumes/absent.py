@@ -1,4 +1,4 @@
-"""The placeholder for a volume that cannot be opened. It holds nothing and may be opened later."""
+"""The placeholder for a volume that cannot be opened. It is empty and down."""
 
 from collections.abc import Callable, Sequence
 
@@ -43,7 +43,7 @@ class AbsentVolume:
         return BlockingReads(reads, lambda place: None, timeout_s)
 
     def discard(self, places: Ints, payload_bytes: Ints) -> None:
-        """There is nothing."""
+        """Does nothing: it has no records."""
 
     def segments(self) -> SegmentTable:
         return segment_table(())
@@ -65,11 +65,11 @@ class AbsentVolume:
         return no_contents(since or 0)
 
     def set_limits(self, capacity_bytes: int | None, *, may_write: bool) -> None:
-        """The store keeps the limits for the volume that comes."""
+        """Does nothing: the store keeps the limits for the next volume."""
 
     def maintain(self, is_quiet: Callable[[], bool]) -> float:
         del is_quiet
         return _LOOK_S
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: there are no files."""

@@ -1,6 +1,6 @@
-"""A volume on any medium that keeps values by name: a folder, a key-value server, a dict.
+"""A volume on any medium that stores values by name: a folder, a key-value server, a dict.
 
-A segment is one value with one record. The names are listed once, when the volume is opened.
+Each segment is a value with one record. The names are listed when the volume is opened.
 """
 
 import threading
@@ -51,12 +51,12 @@ class NamedValues(Protocol):
         """The names of all values."""
 
     def write(self, name: str, value: bytes) -> None:
-        """Keep a value in place of what had its name. It is whole and durable when this returns;
-        after an error there is this value, the one before or none.
+        """Write or replace a value. It is complete and durable when this returns. After an error
+        the name may have the new value, the old one or none.
         """
 
     def read(self, name: str, nbytes: int) -> bytes:
-        """The first `nbytes` of a value, or all if it has fewer; empty if there is none."""
+        """Read at most `nbytes` from the start of a value; empty if there is none."""
 
     def delete(self, name: str) -> None:
         """Delete a value, if it exists."""
@@ -64,7 +64,7 @@ class NamedValues(Protocol):
 
 @dataclass(slots=True)
 class _Value:
-    """A segment: its place in the order, and whether its record is in use."""
+    """A segment: its id, and if its record is in use."""
 
     id: int
     nbytes: int
@@ -81,8 +81,8 @@ class NamedVolume:
     def __init__(
         self, values: NamedValues, context: VolumeContext, label: str, capacity_bytes: int
     ) -> None:
-        """Raises OSError if the values cannot be listed, FormatError if the metadata is damaged:
-        without it removed blocks would come back.
+        """Raises OSError if the values cannot be listed, and FormatError if the metadata is
+        damaged, because removed blocks would come back.
         """
         self.label = label
         self._values = values
@@ -133,7 +133,7 @@ class NamedVolume:
             )
 
     def append(self, records: Array, purpose: Purpose = Purpose.BLOCK) -> Ints:
-        del purpose  # nothing is kept back: a segment is released without a move
+        del purpose  # no segment is reserved: releasing one needs no moves
         places = [self._append(image.data) for image in images_of(records)]
         return np.array(places, np.int64)
 
@@ -142,7 +142,7 @@ class NamedVolume:
         return BlockingReads(reads, self._record, timeout_s)
 
     def discard(self, places: Ints, payload_bytes: Ints) -> None:
-        del payload_bytes  # each segment knows its own
+        del payload_bytes  # each segment has its size
         with self._lock:
             for segment in map(segment_of, places.tolist()):
                 value = self._segments.get(segment)
@@ -180,7 +180,7 @@ class NamedVolume:
             self._generation += 1
             header = replace(_HEADER, generation=self._generation, settled=len(kept))
             log = pack_log(header, kept)
-            # A write that fails may leave no value: the other copy is intact then.
+            # A failed write may leave no value; the other copy is intact then.
             return all(
                 self._try(lambda name=name: self._values.write(name, log)) for name in _COPIES
             )
@@ -190,7 +190,7 @@ class NamedVolume:
         return self._breaker.closed
 
     def contents(self, since: int | None, *, look: bool = False) -> Contents:
-        del look  # no other node writes to it
+        del look  # no other node writes here
         found, self._found = self._found, None
         return found if since is None and found is not None else no_contents(since or 0)
 
@@ -208,7 +208,7 @@ class NamedVolume:
         return _LOOK_S
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""
 
     def _append(self, image: memoryview) -> int:
         with self._lock:
@@ -245,7 +245,7 @@ class NamedVolume:
         return record
 
     def _try(self, call: Callable[..., object], *args: object) -> bool:
-        """Call the medium unless it is down. False: that failed."""
+        """Call the medium unless it is down. False: it is down, or the call failed."""
         if not self._breaker.allows():
             return False
         try:
@@ -263,7 +263,7 @@ class NamedVolume:
             self._try(self._values.delete, name)
 
     def _load_metadata(self) -> None:
-        """Read both copies of the metadata; make them if the volume is new."""
+        """Read both copies of the metadata; create them if the volume is new."""
         names = set(self._values.names())
         images = [self._values.read(name, 1 << 30) for name in _COPIES if name in names]
         parsed = [LogCopy.parse(image, _HEADER.store) for image in images]

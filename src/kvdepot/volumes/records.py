@@ -1,4 +1,4 @@
-"""Help for volumes: verified reads of records that are held whole, and the newest of each key."""
+"""Helpers for volumes: verified reads of whole records, and the newest record of each key."""
 
 import errno
 import threading
@@ -23,10 +23,10 @@ from kvdepot.native.memory import Bytes, view_at
 
 
 class BlockingReads:
-    """Reads that block the thread that waits for them. Implements core.volume.PendingRead.
+    """Reads in the thread that waits for the result. Implements core.volume.PendingRead.
 
-    `fetch` returns the record at a place, or None after an error of the medium. The deadline is
-    looked at between records, so `fetch` must be quick.
+    `fetch` returns the record at a place, or None after an error of the medium. It must be quick,
+    because the deadline is only checked between records.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class BlockingReads:
         self._deadline = time.monotonic() + timeout_s
         self._outcomes: Outcomes = np.full(len(reads), Outcome.LATE, np.uint8)
         self._taken = threading.Lock()
-        """Taken by the first caller that reads or cancels, and never released."""
+        """Acquired by the first caller that reads or cancels; never released."""
         self._ended = threading.Event()
 
     def when_done(self, call: Callable[[], None]) -> None:
@@ -75,12 +75,12 @@ def images_of(records: Array) -> list[Bytes]:
 
 
 def newest_records(words: Array, places: Ints, payload_bytes: Array, stamps: Array) -> Contents:
-    """The newest record of each key: it has the greatest stamp, or is the last of several."""
+    """The record of each key with the greatest stamp; the last one of several with that stamp."""
     stamps = stamps.astype(np.int64)
     order = np.argsort(stamps, kind="stable")
     backwards = words[order[::-1]]
     _, first, key = np.unique(backwards[:, 2], return_index=True, return_inverse=True)
-    if not np.array_equal(backwards[first[key]], backwards):  # one word of two keys is the same
+    if not np.array_equal(backwards[first[key]], backwards):  # two keys share this word
         _, first = np.unique(backwards, axis=0, return_index=True)
     newest = order[np.sort(len(order) - 1 - first)]
     return Contents(
@@ -93,10 +93,8 @@ def newest_records(words: Array, places: Ints, payload_bytes: Array, stamps: Arr
 
 
 def deliver(record: bytes | memoryview, read: Any) -> Outcome:
-    """Serve one row of READ_DTYPE from a record as it was appended: OK, or CORRUPT if it is not
-    that block.
-
-    The record may be the image of the read.
+    """Serve a row of READ_DTYPE from a whole record. Returns OK, or CORRUPT if it is not the intact
+    block. The record may be the image of the read.
     """
     head = parse_head(memoryview(record))
     if head is None or len(record) < record_bytes(head.payload_bytes):
@@ -118,6 +116,6 @@ def deliver(record: bytes | memoryview, read: Any) -> Outcome:
     rows = [read_op(source, 0, start, stop, chunk_bytes)]
     if source != image:
         rows = [head_copy, read_op(source, image + HEAD_BYTES + start, start, stop, chunk_bytes)]
-    if read["target"]:  # of the same bytes, which were verified a moment ago
+    if read["target"]:  # the bytes were verified by the operation before
         rows.append(copy_op(source, int(read["target"]), start, stop))
     return Outcome.CORRUPT if -errno.EBADMSG in transfers(rows).tolist() else Outcome.OK

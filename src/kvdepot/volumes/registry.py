@@ -1,12 +1,12 @@
-"""The volumes that a configuration names, and plug-in volumes of other packages.
+"""Opens the volumes of a configuration, including plug-ins of other packages.
 
 A package offers a volume in its pyproject.toml:
 
     [project.entry-points."kvdepot.volumes"]
     tape = "kvdepot_tape:open_tape"
 
-The configuration names it: `plugin = { name = "tape", capacity = "1TiB" }`. Nothing is imported
-before that. `name = "kvdepot_tape:open_tape"` works without an entry point.
+The configuration selects it: `plugin = { name = "tape", capacity = "1TiB" }`. Only then is the
+package imported. `name = "kvdepot_tape:open_tape"` works without an entry point.
 """
 
 from collections.abc import Callable
@@ -28,16 +28,16 @@ from kvdepot.volumes.object.volume import BucketVolume
 
 GROUP: Final = "kvdepot.volumes"
 VolumeFactory = Callable[[PluginConfig, VolumeContext], Volume]
-"""A plug-in: opens the volume that a configuration describes."""
+"""A plug-in: opens the volume of a configuration."""
 _METHODS: Final = sorted(name for name in vars(Volume) if not name.startswith("_"))
 _REGISTERED_MAX: Final = 8 << 30
 
 
 class ConfiguredVolumes:
-    """Opens the volumes that a configuration names."""
+    """Opens the volumes of a configuration."""
 
     def __init__(self, config: Config, files: Files | None) -> None:
-        """`files` replaces the operating system in tests."""
+        """Tests replace `files`, the access to disks."""
         self._logs: dict[str, tuple[MountSettings, Files, list[ThroughputMeter]]] = {}
         self.openers: list[tuple[str, str, OpenVolume]] = []
         """Tier, path and factory."""
@@ -57,12 +57,12 @@ class ConfiguredVolumes:
             self.openers.append((bucket.TIER, bucket.url, partial(BucketVolume, bucket)))
 
     def opener(self, tier: str, path: Path) -> OpenVolume | None:
-        """A factory for one more path of a tier; None: the tier has no paths."""
+        """The factory for a path of a tier; None if the tier has no paths."""
         return partial(self._open_log, tier, path) if tier in self._logs else None
 
     def register_memory(self, memory: Memory) -> bool:
-        """Pin memory for the I/O engines, if the machine allows it. It must be faulted in: pinning
-        is then cheap. Every ring pins it again, so memory of more than 8 GiB is not pinned.
+        """Register memory with the I/O engines, if the machine allows it. It must be faulted in, so
+        that pinning is cheap. Every ring pins it again, so more than 8 GiB are not registered.
         """
         if memory.nbytes > _REGISTERED_MAX:
             return False
@@ -97,15 +97,15 @@ def mount_settings(config: FileTierConfig) -> MountSettings:
 
 
 def plugin_names() -> list[str]:
-    """Every plug-in volume that is installed, sorted. Imports none of them."""
+    """The names of the installed plug-in volumes, sorted. Imports none of them."""
     return sorted({entry.name for entry in entry_points(group=GROUP)})
 
 
 def find_plugin(name: str) -> VolumeFactory:
-    """The factory of the plug-in `name`: an entry point's name, or "module:factory".
+    """The factory of a plug-in: the name of an entry point, or "module:factory".
 
-    Raises ConfigError for an unknown name, one that two packages claim, and a plug-in that cannot
-    be imported.
+    Raises ConfigError for an unknown name, one that two packages have, and a plug-in that cannot be
+    imported.
     """
     if ":" in name:
         targets = {name: EntryPoint(name, name, GROUP)}
@@ -127,10 +127,10 @@ def find_plugin(name: str) -> VolumeFactory:
 
 
 def open_plugin(config: PluginConfig, context: VolumeContext) -> Volume:
-    """The plug-in volume that the configuration names.
+    """Open the plug-in volume of a configuration.
 
-    Raises ConfigError if it cannot be opened or lacks a method; errors of the store's own kinds
-    that the plug-in raises are passed on.
+    Raises ConfigError if it cannot be opened or lacks a method, and any KVDepotError that the
+    plug-in raises.
     """
     try:
         volume = find_plugin(config.name)(config, context)
@@ -138,7 +138,7 @@ def open_plugin(config: PluginConfig, context: VolumeContext) -> Volume:
         raise _error(f"{config.name} cannot be opened: {error}") from error
     missing = [name for name in _METHODS if not callable(getattr(volume, name, None))]
     if missing:
-        raise _error(f"{config.name} is no volume: it lacks {', '.join(missing)}")
+        raise _error(f"{config.name} is not a volume: it lacks {', '.join(missing)}")
     return volume
 
 

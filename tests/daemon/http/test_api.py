@@ -180,11 +180,11 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("POST", "/api/tiers/ssd/drives", {"path": 3}, "path: Input should be a valid string"),
     ("POST", "/api/tiers/ssd/drain", {"path": "/a\0b"}, "cannot be printed"),
     ("POST", "/api/tiers/ssd/drain", {"path": "/nowhere"}, "/nowhere"),
-    ("POST", "/api/tiers/dram/drain", {"path": "/nowhere"}, "memory cannot change"),
+    ("POST", "/api/tiers/dram/drain", {"path": "/nowhere"}, "memory tiers cannot change"),
     ("PUT", "/api/tiers/ssd/capacity", {"capacity": "much"}, "much"),
     ("PUT", "/api/tiers/ssd/write-mode", {"mode": "often"}, "mode: Input should be '"),
     ("PUT", "/api/tiers/ssd/write-mode", {"mode": "write-back", "x": 1}, "x: Extra inputs are not"),
-    ("POST", "/api/hints", {"deadline_s": 1}, "either a session or keys"),
+    ("POST", "/api/hints", {"deadline_s": 1}, "give one of session, keys and tokens"),
     (
         "POST",
         "/api/hints",
@@ -355,7 +355,7 @@ def test_other_addresses_need_a_token(tmp_path: Path) -> None:
         HttpSettings("127.0.0.1", 0, tmp_path / "short").check()
     with pytest.raises(ConfigError, match="cannot be read"):
         HttpSettings("127.0.0.1", 0, tmp_path / "absent").check()
-    with pytest.raises(ConfigError, match="go together"):
+    with pytest.raises(ConfigError, match="needs both --http-cert and --http-key"):
         HttpSettings("::1", 0, cert_file=tmp_path / "short").check()
     HttpSettings("::1", 0).check()
 

@@ -260,7 +260,9 @@ class TestChanges:
                 store.volumes.drain("ssd", tmp_path / "nowhere")
             with pytest.raises(ConfigError, match="no such tier"):
                 store.volumes.add("hdd", tmp_path / "c")
-            with pytest.raises(ConfigError, match="mapped by all who use it") as caught:
+            with pytest.raises(
+                ConfigError, match="memory tiers cannot change while the store is open"
+            ) as caught:
                 store.volumes.resize("dram", "1GiB")
             assert "settings" in caught.value.hint
             with pytest.raises(ConfigError, match="is not a size"):

@@ -59,7 +59,7 @@ def test_clients_that_come_and_go(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     served = Served(tmp_path)
     with kvdepot.open(f"unix:{served.socket}"):
         assert says(caplog, "client attached: process")
-    assert says(caplog, "client gone: process")
+    assert says(caplog, "client disconnected: process")
     served.stop()
 
 
@@ -70,7 +70,7 @@ def test_a_daemon_that_goes_and_comes_back(
     with kvdepot.open(f"unix:{served.socket}") as depot:
         served.stop()
         assert len(depot.match([])) == 0
-        assert says(caplog, "daemon gone, calls are misses until it is back")
+        assert says(caplog, "daemon lost, calls are misses until it is back")
         served = Served(tmp_path)
         deadline = time.monotonic() + WAIT_S
         while not depot.stats()["client"]["is_attached"] and time.monotonic() < deadline:

@@ -115,7 +115,7 @@ def test_a_socket_that_a_killed_daemon_left_is_replaced(daemon: DaemonProcess) -
 def test_what_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
     file = tmp_path / "d.sock"
     file.write_bytes(b"mine")
-    assert "is no socket" in refused("--socket", str(file), *TINY)
+    assert "exists and is not a socket" in refused("--socket", str(file), *TINY)
     assert file.read_bytes() == b"mine"
 
 
@@ -245,7 +245,7 @@ def test_a_group_that_the_daemon_is_not_in_is_told(
     try:
         with pytest.raises(DaemonError) as told:
             listener.listen()
-        assert "only a member of --group" in told.value.hint
+        assert "as a member of --group" in told.value.hint
     finally:
         listener.close()
 

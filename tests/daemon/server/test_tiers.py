@@ -82,7 +82,7 @@ def test_room_and_mode(daemon: DaemonProcess, capsys: Seen) -> None:
     [
         (("drain", "ssd", "nowhere"), "is not one of this store's volumes"),
         (("add", "hdd", "x"), "no such tier"),
-        (("resize", "dram", "1GiB"), "memory cannot change while the store is open"),
+        (("resize", "dram", "1GiB"), "memory tiers cannot change while the store is open"),
         (("resize", "ssd", "1MiB"), "less than 3 segments"),
     ],
 )

@@ -327,9 +327,11 @@ class TestResize:
             store.volumes.resize("ssd", "1MiB")
         with pytest.raises(ConfigError, match="is not a size"):
             store.volumes.resize("ssd", "much")
-        with pytest.raises(ConfigError, match="mapped by all who use it") as caught:
+        with pytest.raises(
+            ConfigError, match="memory tiers cannot change while the store is open"
+        ) as caught:
             store.volumes.resize("dram", "1GiB")
-        assert "start again" in caught.value.hint
+        assert "restart" in caught.value.hint
 
 
 def test_what_is_written_to_a_drive_while_it_is_added_stays(

@@ -122,12 +122,16 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, archive: Path) -> None:
     later = bytearray(sound)
     later[8] = 9
     with opened(tmp_path) as store:
-        for content, why in ((b"", "no archive"), (b"x" * 99, "no archive"), (later, "version 9")):
+        for content, why in (
+            (b"", "not an archive"),
+            (b"x" * 99, "not an archive"),
+            (later, "version 9"),
+        ):
             (tmp_path / "odd").write_bytes(content)
             with pytest.raises(FormatError, match=why):
                 store.sessions.import_file(tmp_path / "odd")
-        with pytest.raises(FormatError, match="no regular file"):
+        with pytest.raises(FormatError, match="not a regular file"):
             store.sessions.import_file(tmp_path)
         (tmp_path / "more").write_bytes(sound + b"x")
         facts = store.sessions.import_file(tmp_path / "more")
-        assert facts["complete"] and "behind the last block" in facts["damage"]
+        assert facts["complete"] and "after the last block" in facts["damage"]

@@ -259,7 +259,7 @@ class TestDrives:
             with self.two(tmp_path) as store:
                 chat(store, 3, name="chat 3")
                 refused = store.sessions.pin("chat 3", for_s=3600)
-                assert not refused and "a drive is away" in refused.reason and refused.hint
+                assert not refused and "a drive is missing" in refused.reason and refused.hint
                 assert store.sessions.unpin("chat 1") <= 1
             (tmp_path / "away").rename(tmp_path / away)
         for _ in range(2):  # what the first one writes down says the same

@@ -85,7 +85,7 @@ def test_namespaces_with_blocks_have_a_limit(tmp_path: Path) -> None:
                 spaces.append(named(store, f"tenant-{number}"))
                 put(store, prompt(spaces[-1], number, 1))
 
-        with pytest.raises(ConfigError, match="no room to describe more") as refused:
+        with pytest.raises(ConfigError, match="no room for the description") as refused:
             add_many()
         assert "capacity" in refused.value.hint
         for space in spaces[-5:]:

@@ -129,8 +129,8 @@ class RemoteStore(Depot):
             raise StoreClosedError("the store is closed")
 
     def _register(self, space: NamespaceHandle) -> None:
-        """Register a namespace. ConfigError if the tenant has a secret in the daemon and none was given
-        here (`secret`, or the `tenants` of this store): the daemon does not reveal secrets.
+        """Register a namespace. ConfigError if the tenant has a secret in the daemon and none was
+        given here (`secret`, or the `tenants` of this store): the daemon does not reveal secrets.
         """
         self._check_open()
         namespace = space.namespace
@@ -349,7 +349,7 @@ class Getter:
         return answers, np.flatnonzero(damaged)
 
     def _take(self, arrivals: Array, blocks: Array, *, verify: bool) -> Array:
-        """Copy blocks that have arrived. Returns True for those that are intact and have the key."""
+        """Copy arrived blocks. Returns True for those that are intact and have the right key."""
         chosen = blocks[arrivals["index"]]
         slots = slots_in(self._connections, arrivals, chosen["payload_bytes"])
         intact = copy_out(chosen, slots, verify=verify)

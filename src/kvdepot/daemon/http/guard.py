@@ -44,7 +44,7 @@ class AccessRules:
     """The token and the host names that requests must have."""
 
     token: bytes = b""
-    """If empty, everyone may read and nobody may change anything."""
+    """If empty, everyone may read, and no changes are allowed."""
     hosts: frozenset[str] = frozenset()
     """Accepted host names; if empty, any."""
     rate: float = RATE

@@ -223,7 +223,7 @@ class VolumeMaintenance(DepotVolumes):
                 "memory tiers cannot change while the store is open",
                 hint=f"change {tier} in the settings and restart",
             )
-        raise ConfigError(tier, "this store has no writable tier of this name")
+        raise ConfigError(tier, "this store has no such tier, or may not write to it")
 
 
 def same_path(entry: VolumeEntry, path: Path) -> bool:

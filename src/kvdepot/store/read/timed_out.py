@@ -77,8 +77,8 @@ class TimedOutIo:
         return head is not None and head.key == read.key and payload_intact(image, head)
 
     def _keep(self, read: LateRead) -> bool:
-        """Make the slot a block of the memory tier. False if the block was removed or is there
-        already.
+        """Make the slot a block of the memory tier. False if the block was removed, or is in
+        memory.
         """
         assert self._state.lock.held()
         state, catalog = self._state, self._state.catalog

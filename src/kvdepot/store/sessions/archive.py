@@ -174,9 +174,7 @@ class SessionExporter:
         try:
             layout = KVLayout.from_description(facts["layout"])
         except (KeyError, ConfigError) as error:
-            raise ConfigError(
-                "session", f"namespace {tag.hex()} has no description"
-            ) from error
+            raise ConfigError("session", f"namespace {tag.hex()} has no description") from error
         return ArchivedPrompt(tag, json.dumps(facts, sort_keys=True).encode(), layout, 0)
 
     def _block(

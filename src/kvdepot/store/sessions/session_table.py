@@ -288,8 +288,8 @@ class Sessions:
         limit = _LOOKED_AT if order == "busy" else min(limit, _LOOKED_AT)
         found: list[tuple[bytes, str, Prompt]] = []
         for tag, names in self._known.items():
-            told = names.items() if order == "cold" else reversed(names.items())
-            found += [(tag, name, prompt) for name, prompt in islice(told, limit)]
+            ordered = names.items() if order == "cold" else reversed(names.items())
+            found += [(tag, name, prompt) for name, prompt in islice(ordered, limit)]
             if len(found) > 2 * _LOOKED_AT:
                 break
         return found

@@ -1,7 +1,7 @@
-"""Admission to the fastest lower tier, by its drives' wear and its thrashing.
+"""Admission to the fastest lower tier, by the wear of its drives and its thrashing.
 
-Does next to nothing where drives have no budget of writes, no tier is written selectively and there
-is one lower tier only. Guarded by the store's lock.
+Admits all blocks if no drive has a write budget, no tier is written selectively and there is only
+one lower tier. Guarded by the store's lock.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Admission:
         self._thrash = ThrashDetector() if len(lower_tiers) > 1 else None
         self._history: ReuseHistory | None = None
         self.learns = False
-        """True if it needs calls for blocks that are made, asked for and read."""
+        """True if `made`, `asked` and `read` must be called."""
 
     def modes_changed(self) -> None:
         selective = any(lower.mode is WriteMode.SELECTIVE for lower in self._lower_tiers)
@@ -48,11 +48,11 @@ class Admission:
 
     @property
     def thrashing(self) -> bool:
-        """True if promotions to the fastest lower tier only push out blocks that would be hit."""
+        """True if promotions to the fastest lower tier only evict blocks that would be hit."""
         return self._thrash is not None and self._thrash.thrashing
 
     def made(self, row: int) -> bool:
-        """A block was put. True: it promises to be asked for again."""
+        """Called when a block was put. Returns True if a further request for it is likely."""
         if self._thrash is not None:
             self._thrash.made(self._catalog.table.digest(row))
         history = self._learned()
@@ -62,13 +62,13 @@ class Admission:
         return history.chance(row) >= PROMISING
 
     def asked(self, rows: list[int]) -> None:
-        """Blocks of one prompt were asked for."""
+        """Called when blocks of one prompt were requested."""
         history = self._learned()
         if history is not None:
             history.asked(rows)
 
     def read(self, rows: list[int]) -> None:
-        """Blocks are read from drives, since memory does not have them."""
+        """Called when blocks are read from drives."""
         if self._thrash is None:
             return
         ready, digest = self._lower_tiers[0].copies.ready, self._catalog.table.digest
@@ -79,21 +79,21 @@ class Admission:
                 self._thrash.missed(digest(row))
 
     def left(self, row: int, lower: LowerTier) -> None:
-        """A block was evicted from a tier."""
+        """Called when a block was evicted from a tier."""
         if self._thrash is not None and lower is self._lower_tiers[0]:
             self._thrash.left(self._catalog.table.digest(row), lower.copies.count)
 
     def promotes(self, row: int, sample: int) -> bool:
-        """True if a block that was read may be promoted. `sample`: one byte of its prompt's key."""
+        """True if a block that was read may be promoted. `sample` is a byte of the prompt's key."""
         if self._thrash is None or self._thrash.promotes(sample):
             return True
         self._events.count("held_below", self._lower_tiers[0].copies.absent(row))
         return False
 
     def sift(self, row: int, numbers: list[int]) -> list[int]:
-        """Return those of the wanted lower tiers that a block may be written to.
+        """Return the tiers of `numbers` that a block may be written to.
 
-        Where it is not worth the wear of the fastest, it goes to the next one, if there is one.
+        A block that is not worth the wear of the fastest tier goes to the next one, if any.
         """
         history = self._history if self._budgeted else None
         if history is None or 0 not in numbers or not self._is_new(row):
@@ -109,14 +109,14 @@ class Admission:
         return first.copies.absent(row) and row not in first.queue.tickets
 
     def _learned(self) -> "ReuseHistory | None":
-        """The history of blocks, where it is used."""
+        """The history of blocks, if it is used."""
         if self._wants_history and self._history is None:
             capacity_bytes = self._lower_tiers[0].volumes.capacity_bytes
             self._history = ReuseHistory(self._catalog, capacity_bytes)
         return self._history if self._wants_history else None
 
     def _fill_after(self, row: int) -> float:
-        """Return how full the buckets of writes are after the queue and this block are written."""
+        """The share of the write budget left after the queue and this block are written."""
         first = self._lower_tiers[0]
         budget = first.volumes.budget()
         if budget is None or not budget.bucket_bytes:
@@ -126,22 +126,22 @@ class Admission:
 
 
 class ReuseHistory:
-    """Turns and uses of every block since this was made, and what blocks like it came to."""
+    """Counts turns and uses of each block, and estimates reuse from similar blocks."""
 
     def __init__(self, catalog: Catalog, capacity_bytes: int) -> None:
         self._catalog = catalog
         self._chance = ReuseChance(capacity_bytes)
         self._turns = catalog.table.column(np.uint8, 0)
-        """Turns of the session when each block was made."""
+        """Turns of the session when each block was put."""
         self._uses = catalog.table.column(np.uint8, 0)
         self._kind = catalog.table.column(np.uint8, 0)
 
     def chance(self, row: int) -> float:
-        """Return the probability that the block is asked for again while the tier would keep it."""
+        """The probability that a block is requested again while the tier would keep it."""
         return self._chance.chance(self._kind.view[row])
 
     def made(self, row: int) -> None:
-        """A block was put."""
+        """Called when a block was put."""
         parent = self._catalog.tree.parent.view[row]
         turns = 0
         if parent != NONE:
@@ -150,7 +150,7 @@ class ReuseHistory:
         self._classify(row, turns, 0)
 
     def asked(self, rows: Sequence[int]) -> None:
-        """Blocks of one prompt were asked for, head first: its session has come back."""
+        """Called when blocks of one prompt, given head first, were requested again."""
         if not rows:
             return
         turns, uses = self._turns.view[rows[-1]] + 1, self._uses.view

@@ -44,7 +44,7 @@ class Descriptions:
         if len(description) > DESCRIPTION_BYTES_MAX:
             raise ConfigError(
                 "namespace",
-                f"the description has {len(description)} bytes, the limit is {DESCRIPTION_BYTES_MAX}",
+                f"its description has {len(description)} bytes, limit {DESCRIPTION_BYTES_MAX}",
                 hint="use shorter names",
             )
         self._make_room(tag, description)

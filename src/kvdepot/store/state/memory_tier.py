@@ -1,6 +1,7 @@
-"""A memory tier, and its slots: free ones, else those of evicted blocks.
+"""A memory tier, and the allocation of its slots by eviction.
 
-The coldest tail of the same size first, else the coldest stretch of the arena.
+A slot is a free one, else that of the coldest leaf of the same size; else the coldest stretch of
+the arena is emptied for a new slab.
 """
 
 import threading
@@ -24,30 +25,30 @@ if TYPE_CHECKING:
 
 _HITS_MAX: Final = 4096
 _EVICTIONS_BETWEEN_LOOKS: Final = 64
-"""Evictions within a size class between two looks at whether another class is colder. A look costs
-as much as there are blocks in memory, so there are more between two when there are many."""
+"""Least evictions within a size class between two checks if another class is colder. The cost of a
+check grows with the number of blocks in memory, and so does the number of evictions between two."""
 _STRETCHES: Final = 64
-"""At least this part of the memory changes its class at a time, for the same reason."""
+"""At least 1/64 of the memory changes its class at a time, for the same reason."""
 
 
 @dataclass(slots=True, eq=False)
 class ArenaTier:
-    """One memory tier as the store sees it. Guarded by the store's lock."""
+    """A memory tier. Guarded by the store's lock."""
 
     arena: Arena
     catalog: Catalog
     copies: Copies
     leaves: LeafOrder
     spare_bytes: int = 0
-    """Bytes that move/memory_levels.py keeps free, where there is a slower memory tier; else 0."""
+    """Bytes that move/memory_levels.py keeps free if there is a slower memory tier; else 0."""
     overruns: int = 0
-    """Number of times that nothing was free, and a block had to leave at once."""
+    """Number of allocations without a free slot, which had to evict a block at once."""
     full_s: float = -inf
-    """Time at which a block last found no room."""
+    """Time at which an allocation last failed."""
     short: dict[int, None] = field(default_factory=dict)
-    """Slot sizes of which little is left."""
+    """Slot sizes with few free slots."""
     hits: deque[int] = field(default_factory=lambda: deque(maxlen=_HITS_MAX))
-    """Rows that were read in the memory tier below, and may belong here."""
+    """Rows that were read in the memory tier below, and may be moved here."""
     wake: threading.Event = field(default_factory=threading.Event)
     """Set when there is something to move between the memory tiers."""
     name: str = field(init=False)
@@ -59,23 +60,23 @@ class ArenaTier:
         self.address = self.arena.address
 
     def holds(self, addresses: Rows) -> Bools:
-        """True for addresses in this memory."""
+        """True for addresses in this memory tier."""
         end = self.address + self.arena.memory.nbytes
         here: Bools = (addresses >= self.address) & (addresses < end)
         return here
 
     def image(self, row: int) -> memoryview:
-        """The record of a block that is here."""
+        """The record of a block of this tier."""
         nbytes = record_bytes(self.catalog.nbytes[row])
         return self.arena.image(self.copies.location[row], nbytes)
 
     def seal(self, row: int) -> None:
-        """A slot that was reserved for a block is filled."""
+        """Make a filled slot visible as a block."""
         self.copies.seal(row)
         self.leaves.enter(row, self.arena.slot_bytes(record_bytes(self.catalog.nbytes[row])))
 
     def seal_all(self, rows: list[int]) -> None:
-        """Slots that were reserved for distinct blocks are filled."""
+        """`seal` for distinct rows."""
         self.copies.seal_all(rows)
         for nbytes, some in by_size(self.catalog, rows).items():
             group = self.arena.slot_bytes(record_bytes(nbytes))
@@ -83,9 +84,8 @@ class ArenaTier:
                 self.leaves.enter(row, group)
 
     def drop(self, row: int) -> None:
-        """Drop a block's copy, and free its slot.
-
-        A slot that is another block's, after a wrong entry in the index, stays that block's.
+        """Drop a block's copy and free its slot, unless the slot belongs to another block after a
+        wrong entry in the index.
         """
         if self.copies.ready(row):
             self.leaves.leave(row)
@@ -94,17 +94,17 @@ class ArenaTier:
             self.arena.free(location)
 
     def note_hits_below(self, rows: list[int]) -> None:
-        """Blocks were read in the memory tier below."""
+        """Record that blocks were read in the memory tier below."""
         if not self.hits:
             self.wake.set()
         self.hits.extend(rows)
 
     def spare(self, nbytes: int) -> int:
-        """Return the bytes to keep free for blocks of this size: two blocks at least."""
+        """The bytes to keep free for blocks of this size, at least two blocks."""
         return max(self.spare_bytes, 2 * nbytes)
 
     def note_allocation(self, nbytes: int, *, full: bool) -> None:
-        """A slot was asked for: wake move/memory_levels.py where few are left."""
+        """Record an allocation, and wake move/memory_levels.py if few slots are free."""
         self.overruns += full
         group = self.arena.slot_bytes(nbytes)
         if full or self.arena.room(group) < self.spare(group):
@@ -113,7 +113,7 @@ class ArenaTier:
 
 
 def by_size(catalog: Catalog, rows: list[int]) -> dict[int, list[int]]:
-    """Rows by the size of their payload; most often they have one."""
+    """Group rows by the size of their payload."""
     sizes = catalog.nbytes.view
     found: dict[int, list[int]] = {}
     if len(set(map(sizes.__getitem__, rows))) == 1:
@@ -124,7 +124,7 @@ def by_size(catalog: Catalog, rows: list[int]) -> dict[int, list[int]]:
 
 
 class SlotAllocator:
-    """Finds slots in one memory tier. Call with the store's lock held."""
+    """Allocates slots of one memory tier. Call with the store's lock held."""
 
     def __init__(self, state: "StoreState", memory: ArenaTier) -> None:
         self._state = state
@@ -134,10 +134,10 @@ class SlotAllocator:
     def allocate(
         self, nbytes: int, owner: int, *, ahead: int = 0, may_wait: bool = False
     ) -> int | None:
-        """Return a slot of memory for `owner`, evicting if needed. None: everything is in use.
+        """Allocate a slot for `owner`, evicting blocks if needed. None: all blocks are in use.
 
-        `ahead`: number of further requests, for which blocks that leave together make room too.
-        `may_wait`: None also where move/memory_levels.py is about to free some without a loss.
+        `ahead`: number of further requests, for which a chain of blocks is evicted together.
+        `may_wait`: also return None if move/memory_levels.py will free slots without a loss.
         """
         owners = [owner] + [UNOWNED] * ahead if ahead else [owner]
         found = self._take(nbytes, owners, may_wait=may_wait)
@@ -147,7 +147,9 @@ class SlotAllocator:
         return found[0] if found else None
 
     def allocate_all(self, nbytes: int, owners: list[int]) -> list[int]:
-        """`allocate` for owners of one size, as many as there is room for."""
+        """`allocate` for owners of one size. Returns slots for the first of
+        them, as many as fit.
+        """
         slots: list[int] = []
         while len(slots) < len(owners):
             found = self._take(nbytes, owners[len(slots) :])
@@ -157,7 +159,7 @@ class SlotAllocator:
         return slots
 
     def _take(self, nbytes: int, owners: list[int], *, may_wait: bool = False) -> list[int]:
-        """Slots for the first of the owners; none: everything is in use."""
+        """Allocate slots for the first of the owners; empty if all blocks are in use."""
         assert self._state.lock.held()
         arena = self._memory.arena
         location = arena.allocate(nbytes, owners[0])
@@ -178,7 +180,7 @@ class SlotAllocator:
         return [location]
 
     def _reuse(self, group: int, owners: list[int]) -> list[int]:
-        """Take over the slots of the coldest block of this size, and of those that go with it."""
+        """Evict the coldest block of this size and its chain, and reuse their slots."""
         memory = self._memory
         row = memory.leaves.coldest(group)
         if row == NONE:
@@ -203,7 +205,7 @@ class SlotAllocator:
         return slots
 
     def _gone(self, rows: list[int]) -> None:
-        """Blocks were evicted."""
+        """Count evicted blocks, and free the rows of those that no tier has."""
         memory = self._memory
         self._state.events.count(f"evicted_{memory.name}", len(rows))
         residency = memory.catalog.residency.view
@@ -216,7 +218,7 @@ class SlotAllocator:
                 memory.catalog.forget_if_gone(row)
 
     def _empty_stretch(self, nbytes: int, colder_than: int = HELD) -> bool:
-        """Evict everything in the coldest run of chunks that can take a slab for `nbytes`."""
+        """Evict all blocks in the coldest run of chunks that is large enough for a slab."""
         arena = self._memory.arena
         chunks = arena.chunks_for(nbytes)
         if not chunks:
@@ -232,7 +234,7 @@ class SlotAllocator:
         return True
 
     def _chunk_stamps(self, group: int) -> Rows:
-        """For each chunk how recently its slab was used; slabs of `group` itself do not help."""
+        """The newest stamp of the slab of each chunk; slabs of `group` itself count as HELD."""
         arena = self._memory.arena
         stamps = np.full(arena.chunk_count, FREE, dtype=np.int64)
         newest = self._newest_below()
@@ -243,9 +245,10 @@ class SlotAllocator:
         return stamps
 
     def _newest_below(self) -> dict[int, int]:
-        """For each block in memory the newest stamp of it and all below it; HELD if one is held.
+        """The newest stamp of each block in memory and its descendants; HELD if one is held.
 
-        Hottest first; each block marks its ancestors up to the first that is marked already.
+        Goes from the newest block to the oldest. Each marks its ancestors up to the first marked
+        one.
         """
         memory, tree = self._memory, self._memory.catalog.tree
         rows = np.flatnonzero(memory.copies.state.array == CopyState.READY).tolist()
@@ -260,12 +263,12 @@ class SlotAllocator:
         return newest
 
     def _slab_stamp(self, slab: Slab, newest: dict[int, int]) -> int:
-        """Return the stamp of a slab's hottest block; HELD while a slot is being filled."""
+        """The newest stamp of a slab's blocks; HELD while a slot is being filled."""
         owners = [row for row in slab.owners if row != UNOWNED]
         return max((newest.get(row, HELD) for row in owners), default=FREE)
 
     def _evict_subtree(self, row: int) -> None:
-        """Tails before heads."""
+        """Evict a block after its descendants."""
         memory = self._memory
         for other in [row, *memory.catalog.tree.descendants(row)][::-1]:
             if memory.copies.ready(other):

@@ -1,7 +1,7 @@
 """The state that the parts of a store share, guarded by one lock.
 
-The lock is held for bookkeeping only, never over I/O or copies of blocks. Functions that need it
-begin with `assert state.held()`. Each condition below is for one kind of waiter; all use the lock.
+The lock is held briefly, never during I/O or copies of blocks. Functions that need it begin with
+`assert state.lock.held()`. Each condition of the lock is for one kind of waiting thread.
 """
 
 import _thread
@@ -43,12 +43,12 @@ _WAITING, _POLICY, _BUDGET, _READ_ONLY, _NO_DRIVE = map(
     ),
 )
 TEMPORARY: Final = -2
-"""Owner of a slot that belongs to a transfer, not to a block."""
+"""Owner of a slot that belongs to a transfer and not to a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreClocks:
-    """Time within this process, and the order of puts and removals everywhere."""
+    """The monotonic clock, and the clock of stamps."""
 
     steady: Clock
     stamps: StampClock
@@ -56,7 +56,7 @@ class StoreClocks:
 
 @dataclass(frozen=True, slots=True)
 class StoreMemory:
-    """Memory for blocks, fastest first, and for transfers that have no slot there."""
+    """The memory tiers, fastest first, and staging for transfers."""
 
     arenas: Sequence[Arena]
     staging: Arena
@@ -64,32 +64,32 @@ class StoreMemory:
 
 
 class StoreLock(_thread.RLock):  # type: ignore[misc]
-    """The lock of a store, re-entrant, and what threads wait for with it."""
+    """The re-entrant lock of a store, and its conditions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held: Callable[[], bool] = self._is_owned  # type: ignore[attr-defined]
         """True if this thread has the lock."""
         self.work = threading.Condition(self)
-        """There is something to write, or the store closes."""
+        """Notified when blocks wait to be written, or the store closes."""
         self.room = threading.Condition(self)
-        """Memory or a lease became free: puts, reads and reclaims that wait for room look again."""
+        """Notified when memory or a lease was freed: puts, reads and reclaims wait for room."""
         self.written = threading.Condition(self)
-        """Blocks were written or given up: flush, removals and drains look again."""
+        """Notified when blocks were written or given up: flush, removals and drains wait for it."""
         self.arrived = threading.Condition(self)
-        """Blocks came to memory: reads that wait for the same blocks look again."""
+        """Notified when blocks were read into memory: reads wait for blocks of other calls."""
         self.idle = threading.Condition(self)
-        """A call or a late read ended: close looks again."""
+        """Notified when a call or a late read has ended: close waits for it."""
 
     def wake_all(self) -> None:
-        """Wake every thread that waits."""
+        """Wake all waiting threads."""
         assert self.held()
         for condition in (self.work, self.room, self.written, self.arrived, self.idle):
             condition.notify_all()
 
 
 class StoreState:
-    """Shared state of one store."""
+    """The shared state of one store."""
 
     def __init__(
         self,
@@ -118,11 +118,11 @@ class StoreState:
         self.events = Events()
         self.lock = StoreLock()
         self.using = StoreCall(self)
-        """The scope of a call that works on the store's memory: close waits for it."""
+        """The scope of calls that use the store's memory: close waits for them."""
         self.closing = threading.Event()
         """Set once, with the lock held, when the store closes."""
         self.leased = 0
-        """Blocks that callers hold a lease on."""
+        """Number of leases of callers on blocks."""
         self.descriptions = Descriptions(self)
         self.writes = PendingWrites(self)
 
@@ -131,11 +131,11 @@ class StoreState:
             raise StoreClosedError("the store is closed")
 
     def request_refresh(self) -> None:
-        """Have the volumes that other stores write to looked at soon. Does not block."""
+        """Request a refresh of volumes shared with other nodes. Does not block."""
         self.volumes.look()
 
     def lease(self, rows: list[int]) -> None:
-        """Protect rows for a caller, until `release`."""
+        """Lease rows for a caller until `release`."""
         assert self.lock.held()
         self.catalog.lease(rows)
         self.leased += len(rows)
@@ -154,11 +154,11 @@ class StoreState:
 
     @property
     def all_arenas(self) -> list[Arena]:
-        """All memory that views of blocks lie in."""
+        """The arenas of all memory tiers, and staging."""
         return [*(memory.arena for memory in self.memory_tiers), self.staging]
 
     def usable_prefix(self, rows: list[int]) -> list[int]:
-        """Cut a run of resident rows where it needs a drive that is known to be down."""
+        """The leading resident rows, up to the first one that is only on a drive that is down."""
         assert self.lock.held()
         if not self.volumes.down:
             return rows
@@ -174,8 +174,8 @@ class StoreState:
         return next((memory for memory in self.memory_tiers if memory.copies.ready(row)), None)
 
     def locations(self, rows: Rows) -> Rows:
-        """Locations to read rows from: on the fastest tier whose volume is up, else
-        on the fastest; NONE for the others.
+        """The locations to read rows from: on the fastest tier whose volume is up, else on the
+        fastest one; NONE for rows that no lower tier has.
         """
         assert self.lock.held()
         found, down = np.full(len(rows), NONE, np.int64), list(self.volumes.down)
@@ -209,14 +209,14 @@ class StoreState:
         return next((lower for lower in found if lower.usable(row)), found[0] if found else None)
 
     def drop_unreadable(self, row: int) -> None:
-        """Drop copies on drives that are down, so that the block can be kept in memory anew."""
+        """Drop copies on drives that are down, so that the block can be put again."""
         for lower in self.lower_tiers:
             if lower.copies.ready(row) and not lower.usable(row):
                 lower.drop(row)
                 self.catalog.unwritten.view[row] = FAILED
 
     def drop_everywhere(self, row: int) -> None:
-        """Drop a block that is not in use from every tier."""
+        """Drop a block that is not in use from all tiers."""
         assert self.lock.held()
         for memory in self.memory_tiers:
             if memory.copies.ready(row):
@@ -228,7 +228,7 @@ class StoreState:
         self.catalog.forget_if_gone(row)
 
     def unlease(self, rows: list[int]) -> None:
-        """End the use of rows. Those that were removed meanwhile are dropped."""
+        """End the leases of rows. Drops those that were removed meanwhile."""
         assert self.lock.held()
         for row in self.catalog.unlease(rows):
             if self.catalog.nbytes.view[row]:
@@ -236,9 +236,9 @@ class StoreState:
         self.lock.room.notify_all()
 
     def mark_deleted(self, rows: list[int]) -> None:
-        """Make blocks unfindable for good; drop those that are not in use."""
+        """Hide blocks from lookups, and drop those that are not in use."""
         assert self.lock.held()
-        for row in dict.fromkeys(rows):  # a row that was dropped may not be doomed again
+        for row in dict.fromkeys(rows):  # a dropped row must not be deleted twice
             if self.catalog.mark_deleted(row) and not self.writes.is_dirty(row):
                 self.drop_everywhere(row)
 
@@ -266,7 +266,7 @@ class StoreCall:
 
 
 class PendingWrites:
-    """Blocks in memory that wait to be written, and to which tiers. Call with the lock held."""
+    """Queues blocks in memory to be written to lower tiers. Call with the lock held."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -275,7 +275,7 @@ class PendingWrites:
         self._events = state.events
         self.admission = Admission(state.catalog, state.lower_tiers, state.events)
         self.last_ticket = 0
-        """Blocks that wait to be written are numbered in the order in which they came."""
+        """The last ticket. Queued blocks are numbered in their order."""
         self.modes_changed()
 
     @property
@@ -288,26 +288,26 @@ class PendingWrites:
 
     @property
     def dirty_limit_bytes(self) -> int:
-        """The most bytes of memory that may wait to be written."""
+        """Most bytes of memory that may wait to be written."""
         config = self._state.config
         return max(1, int(config.dram.capacity * config.writeback.dirty_limit))
 
     @property
     def writes_back(self) -> bool:
-        """True if blocks are written to a lower tier; else they stay in memory."""
+        """True if there are threads that write blocks to a lower tier."""
         return any(lower.queue.writers for lower in self._lower_tiers)
 
     def are_moving(self, rows: Iterable[int]) -> bool:
-        """True if one of the rows waits to be written, or is being copied, to a lower tier."""
+        """True if one of the rows is queued for, or being copied to, a lower tier."""
         tiers = self._lower_tiers
         return any(
             row in lower.queue.tickets or row in lower.moving for row in rows for lower in tiers
         )
 
     def add_new(self, rows: list[int], *, later: bool = False) -> None:
-        """New blocks in memory wait to be written to the lower tiers that want them.
+        """Queue new blocks for the lower tiers, by their write modes.
 
-        `later`: too much waits already; they may be evicted before their turn comes.
+        `later`: the queue is full, so that they are deferred and may be evicted unwritten.
         """
         unwritten, learns = self._catalog.unwritten.view, self.admission.learns
         if not self._lower_tiers:
@@ -321,7 +321,7 @@ class PendingWrites:
         self._events.count("put_deferred", len(rows) if later else 0)
 
     def written_through(self) -> LowerTier | None:
-        """The first lower tier, where a put is to wait until it has the block."""
+        """The first lower tier if puts wait until it has their blocks; else None."""
         first = self._lower_tiers[0] if self._lower_tiers else None
         waits = (
             first is not None and first.mode is WriteMode.THROUGH and not first.volumes.is_remote
@@ -329,8 +329,8 @@ class PendingWrites:
         return first if waits else None
 
     def queue_deferred(self, lower: LowerTier, limit_bytes: int) -> None:
-        """Queue deferred rows until `limit_bytes` wait to be written: first those asked for
-        since, then the oldest.
+        """Queue deferred rows until `limit_bytes` wait to be written: first those requested since,
+        then the oldest.
         """
         assert self._state.lock.held()
         catalog = self._catalog
@@ -340,7 +340,9 @@ class PendingWrites:
                 self._queue(row, lower)
 
     def give_up(self, row: int, lower: LowerTier) -> None:
-        """A block could not be written to this tier; it is in memory while there is room."""
+        """Record that a block could not be written to this tier. It stays in
+        memory until evicted.
+        """
         assert self._state.lock.held()
         self._events.count("write_failed")
         if self._catalog.unwritten.view[row]:
@@ -348,13 +350,13 @@ class PendingWrites:
         self.mark_clean(row, lower)
 
     def add_again(self, row: int) -> None:
-        """A block that could not be written before waits to be written."""
+        """Queue a block again that could not be written before."""
         assert self._state.lock.held()
         if self._catalog.memory.ready(row):
             self._add(row, self._targets[True])
 
     def note_use(self, rows: list[int]) -> None:
-        """Blocks were asked for again: those in memory may be worth writing now."""
+        """Record a further request for blocks: those in memory may be worth writing now."""
         assert self._state.lock.held()
         if self.admission.learns:
             self.admission.asked(rows)
@@ -370,14 +372,14 @@ class PendingWrites:
         self._state.lock.work.notify_all()
 
     def promotes_from(self, source: LowerTier) -> bool:
-        """True if blocks read from `source` may now go to a lower tier above it."""
+        """True if blocks read from `source` may be promoted to a faster lower tier."""
         return bool(self._above[source])
 
     def promote(self, row: int, source: LowerTier, sample: int) -> None:
-        """A block read from `source` is in memory now: it goes to the lower tiers above it too.
+        """Queue a block that was read from `source` for the faster lower tiers.
 
-        Not while much waits to be written: a put must not wait for it. `sample` is a byte of the
-        prompt's own: while a tier thrashes, only some prompts enter it.
+        Does nothing while the queue is half full, so that no put has to wait. `sample` is a byte of
+        the prompt's key: while a tier thrashes, only some prompts are promoted.
         """
         assert self._state.lock.held()
         if 2 * self.dirty_bytes > self.dirty_limit_bytes or not self._catalog.is_live(row):
@@ -388,17 +390,17 @@ class PendingWrites:
             self._state.lock.work.notify_all()
 
     def is_dirty(self, row: int) -> bool:
-        """True if a block waits to be written to any lower tier."""
+        """True if a block is queued for any lower tier."""
         return any(row in lower.queue.tickets for lower in self._lower_tiers)
 
     def _queue(self, row: int, lower: LowerTier) -> None:
-        """A block in memory waits to be written to a tier, unless it is there or waits already."""
+        """Queue a block in memory for a tier that does not have it, unless it is queued already."""
         if lower.queue.writers and lower.copies.absent(row) and row not in lower.queue.tickets:
             self.last_ticket += 1
             lower.queue.mark_dirty(row, self.last_ticket, self._state.clock.now())
 
     def _add(self, row: int, numbers: list[int], *, later: bool = False) -> None:
-        """A block in memory waits to be written to those of these tiers that it may enter."""
+        """Queue a block in memory for the tiers of `numbers` that admit it."""
         kept = _POLICY
         if self.admission.learns:
             wanted, numbers = numbers, self.admission.sift(row, numbers)
@@ -418,7 +420,7 @@ class PendingWrites:
             self._catalog.unwritten.view[row] = kept
 
     def modes_changed(self) -> None:
-        """The write modes of the lower tiers are other ones now."""
+        """Called when the write mode of a lower tier was changed."""
         modes = [lower.mode for lower in self._lower_tiers]
         self.admission.modes_changed()
         self._targets = {used: targets(modes, touched=used) for used in (False, True)}
@@ -427,7 +429,7 @@ class PendingWrites:
         }
 
     def mark_clean(self, row: int, lower: LowerTier) -> None:
-        """A block no longer waits to be written to this tier."""
+        """Remove a block from the queue of a tier; drop it if it was deleted meanwhile."""
         assert self._state.lock.held()
         lower.queue.mark_clean(row)
         catalog = self._catalog
@@ -437,15 +439,15 @@ class PendingWrites:
 
 @dataclass(slots=True)
 class BlockLease:
-    """Blocks that stay in the tiers where they are until `release`."""
+    """Protects blocks from eviction from all tiers until `release`."""
 
     state: StoreState
     rows: list[int] = field(default_factory=list)
     words: Keys = field(default_factory=lambda: np.empty((0, 4), np.uint64))
-    """Their keys, if the lease was asked for by key."""
+    """The keys, if the lease was made by keys."""
 
     def protect(self, rows: list[int]) -> None:
-        """Protect more blocks."""
+        """Add blocks to the lease."""
         with self.state.lock:
             self.state.lease(rows)
         self.rows += rows

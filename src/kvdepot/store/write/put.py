@@ -1,5 +1,5 @@
-"""Offloading: a block is copied into a memory slot, checksummed in the same pass, and queued for
-write-back. Or the caller fills the slot itself (`Reservation`).
+"""Puts: a block is copied into a memory slot, checksummed in the same pass, and queued for
+write-back. With a `Reservation` the caller fills the slot.
 """
 
 import math
@@ -27,15 +27,15 @@ from kvdepot.store.state.state import StoreState
 _WAVE_BYTES: Final = 64 << 20
 _NO_LIMIT: Final = 1 << 62
 _AT_ONCE: Final = -math.inf
-"""The deadline of an offer that does not wait for the disk: memory takes it, written or not."""
+"""Deadline of a put that does not wait for writes: the block may be evicted unwritten."""
 _PART: Final = 32
-"""Blocks reserved or sealed at a time: a lookup may have to wait for as many, not for all."""
+"""Most blocks reserved or sealed while the lock is held, so that lookups wait only briefly."""
 _ZEROS: Final = bytes(4096)
 
 
 @dataclass(slots=True)
 class NewBlock:
-    """One block offered by a caller."""
+    """A block of a put."""
 
     key: BlockKey
     source: int
@@ -44,12 +44,12 @@ class NewBlock:
     row: int = NONE
     slot: int = NONE
     before: int = NONE
-    """The block in memory that it continues, leased until it is sealed: that one does not leave to
-    make room for it."""
+    """Row of the block before it in memory, leased until this one is sealed so that it is not
+    evicted to make room."""
     deferred: bool = False
-    """Taken while too much waited to be written."""
+    """True if it was accepted while the write queue was full."""
     tokens: bytes | memoryview = b""
-    """Its token ids, little-endian u32; empty where they are not known."""
+    """Its token ids, little-endian u32; empty if unknown."""
     producer: int = 0
     """Number of the software that computed it; 0 if unknown."""
 
@@ -60,7 +60,7 @@ def _leased(wave: Sequence[NewBlock]) -> list[int]:
 
 
 def _parts(offers: Sequence[NewBlock]) -> Iterator[range]:
-    """Indices of offers, some at a time; between them other threads run."""
+    """Split the indices of offers into parts of _PART; other threads can run between two."""
     for start in range(0, len(offers), _PART):
         if start:
             time.sleep(0)
@@ -68,17 +68,14 @@ def _parts(offers: Sequence[NewBlock]) -> Iterator[range]:
 
 
 class Putter:
-    """Serves `put`."""
+    """Serves puts and reservations."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self.slots = SlotAllocator(state, state.memory_tiers[0])
 
     def store(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
-        """Take in each offer or say why not.
-
-        Waits for room until `timeout_s` has passed, no longer.
-        """
+        """Store blocks. Returns a result for each. Blocks for `timeout_s` at most for room."""
         state = self._state
         began_s = state.clock.now()
         deadline = began_s + timeout_s if timeout_s > 0 else _AT_ONCE
@@ -101,9 +98,9 @@ class Putter:
         return results
 
     def reserve(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
-        """Find slots for offers, to be filled by the caller, then `finish`ed or `abandon`ed.
+        """Reserve slots, which the caller fills and then passes to `finish` or `abandon`.
 
-        Takes what fits at once and waits for the first one only: what waits may need these slots.
+        Only waits for a slot for the first block: other waiting calls may need these slots.
         """
         results = self.admit(offers, timeout_s)
         left = [PutResult.THROTTLED] * (len(offers) - len(results))
@@ -111,8 +108,8 @@ class Putter:
         return results + left
 
     def admit(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
-        """`reserve` without an answer for offers after the first that does not fit together with
-        those before it: these were not tried.
+        """`reserve` without results for the blocks that were not tried: those after the first
+        without room.
         """
         state = self._state
         began_s = state.clock.now()
@@ -129,7 +126,7 @@ class Putter:
         return results
 
     def finish(self, wave: list[NewBlock], *, summed: bool = False) -> None:
-        """Make blocks of slots that were filled. `summed`: their checksums are in place too."""
+        """Make filled slots visible as blocks. `summed`: their checksums are written already."""
         sealed = False
         try:
             if not summed:
@@ -145,7 +142,7 @@ class Putter:
                     self._seal(some) if sealed else self._abandon(some)
 
     def abandon(self, wave: list[NewBlock]) -> None:
-        """Give slots back that were reserved."""
+        """Free reserved slots."""
         with self._state.lock:
             self._abandon(wave)
             self._state.lock.room.notify_all()
@@ -160,9 +157,9 @@ class Putter:
         *,
         may_wait: bool = False,
     ) -> None:
-        """Find slots for the next offers; wait for room only while the wave is empty.
+        """Find slots for the next blocks. Waits for room only while the wave is empty.
 
-        `may_wait`: rather than evict a block that could move to a slower memory.
+        `may_wait`: wait rather than evict a block that could move to a slower memory tier.
         """
         state = self._state
         assert state.lock.held()
@@ -176,7 +173,7 @@ class Putter:
                 self._hold_before(offer)
             outcome = self._try(offer, room, ahead, may_wait=may_wait)
             if outcome is PutResult.THROTTLED and offer.before != NONE:
-                self._let_go(offer)  # memory has nothing else but this prompt
+                self._let_go(offer)  # memory may be full of this prompt
                 outcome = self._try(offer, room, ahead, may_wait=may_wait)
             if outcome is PutResult.THROTTLED:
                 wait_s = deadline - state.clock.now()
@@ -199,7 +196,9 @@ class Putter:
                 self._let_go(offer)
 
     def _hold_before(self, offer: NewBlock) -> None:
-        """Keep what the offer continues in memory, and with it all of the prompt before."""
+        """Lease the block before this one, which keeps all earlier blocks of
+        the prompt in memory.
+        """
         catalog = self._state.catalog
         row = catalog.table.find_before(offer.key)
         if row != NONE and catalog.memory.ready(row):
@@ -207,17 +206,15 @@ class Putter:
             catalog.lease([row])
 
     def _let_go(self, offer: NewBlock) -> None:
-        """Undo `_hold_before`, under the same hold of the lock: there is no more room than before,
-        and those that wait for some are not woken."""
+        """Undo `_hold_before` before the lock is released. Waiting calls are not woken, since no
+        room was gained."""
         if offer.before != NONE:
             self._state.catalog.unlease([offer.before])
             offer.before = NONE
 
     def _take_anyway(self, offer: NewBlock, room: int, over: int, ahead: int) -> PutResult:
-        """After the deadline: take the offer up to `over` bytes above `room`; it is written later.
-
-        Which blocks leave memory before they are written is up to eviction: cold ones, and tails
-        before heads.
+        """Accept a block after the deadline if it has at most `over` bytes; above `room` its write
+        is deferred, and it may be evicted unwritten.
         """
         outcome = self._try(offer, over, ahead, may_wait=False)
         late = record_bytes(offer.payload_bytes) > room
@@ -225,13 +222,13 @@ class Putter:
         return outcome
 
     def _dirty_room(self) -> int:
-        """Return the bytes that may still be queued for writing."""
+        """The bytes that may still be queued for writing."""
         writes = self._state.writes
         return writes.dirty_limit_bytes - writes.dirty_bytes if writes.writes_back else _NO_LIMIT
 
     def _try(self, offer: NewBlock, dirty_room: int, ahead: int, *, may_wait: bool) -> PutResult:
-        """Reserve a slot; `ahead` more offers follow. THROTTLED may change with time, REFUSED will
-        not.
+        """Reserve a slot. `ahead` more blocks follow. THROTTLED: try again later. REFUSED: the
+        block can never fit.
         """
         state, catalog = self._state, self._state.catalog
         row, below = catalog.row(offer.key), False
@@ -255,7 +252,7 @@ class Putter:
             return PutResult.THROTTLED
         if row == NONE:
             row = catalog.add(offer.key, offer.payload_bytes)
-        else:  # it may have gone with what was evicted
+        else:  # the row may have been freed by the eviction
             row = catalog.ensure(offer.key, offer.payload_bytes)
         state.arena.set_owner(slot, row)
         catalog.memory.reserve(row, slot)
@@ -264,13 +261,13 @@ class Putter:
         return PutResult.STORED
 
     def _is_below(self, row: int) -> bool:
-        """True if a block is in lower tiers only: an offered block then goes to memory again."""
+        """True if only lower tiers have the block, so that a put copies it to memory again."""
         state = self._state
         here = any(not memory.copies.absent(row) for memory in state.memory_tiers)
         return not here and bool(state.catalog.residency.view[row])
 
     def _copy(self, wave: list[NewBlock]) -> None:
-        """Copy and checksum, without the lock: a slot that is being filled is invisible."""
+        """Copy and checksum blocks without the lock: lookups do not see slots being filled."""
         blocks = np.zeros(len(wave), BLOCK_DTYPE)
         blocks["address"] = [offer.source for offer in wave]
         blocks["payload_bytes"] = [offer.payload_bytes for offer in wave]
@@ -289,12 +286,12 @@ class Putter:
                 image[end:] = _ZEROS[: nbytes - end]
 
     def _seal(self, wave: list[NewBlock]) -> None:
-        """Make the blocks visible and queue new ones for write-back."""
+        """Make blocks visible and queue new ones for write-back. With the lock."""
         assert self._state.lock.held()
         state, catalog = self._state, self._state.catalog
         rows = [offer.row for offer in wave]
         below = {row for row in rows if catalog.residency.view[row]}
-        stamp = state.stamps.next()  # with the lock: a removal comes before or after it
+        stamp = state.stamps.next()  # with the lock held: orders it with removals
         for offer in wave:
             set_stamp(state.arena.image(offer.slot, HEAD_BYTES), stamp)
             catalog.memory.seal(offer.row)
@@ -315,7 +312,7 @@ class Putter:
             state.lock.work.notify_all()
 
     def _seal_returned(self, rows: list[int], sample: int) -> None:
-        """Blocks that a lower tier has are in memory again, as if they had been read from there."""
+        """Handle blocks that a lower tier has: they count as used, and may be promoted."""
         state = self._state
         state.catalog.use(rows)
         for row in rows:
@@ -324,7 +321,7 @@ class Putter:
                 state.writes.promote(row, source, sample)
 
     def _abandon(self, wave: list[NewBlock]) -> None:
-        """Give the slots back."""
+        """Free the slots. With the lock."""
         assert self._state.lock.held()
         state = self._state
         for offer in wave:
@@ -332,6 +329,6 @@ class Putter:
         state.unlease(_leased(wave))
 
     def _count_others(self, outcomes: list[PutResult]) -> None:
-        """Count what was not stored; what was is counted when it is sealed."""
+        """Count the results other than STORED, which is counted by `_seal`."""
         for outcome in (PutResult.PRESENT, PutResult.THROTTLED, PutResult.REFUSED):
             self._state.events.count(f"put_{outcome.value}", outcomes.count(outcome))

@@ -1,7 +1,7 @@
 """Write-back: threads take dirty blocks from memory and append them to the volumes of a tier.
 
-A block that cannot be written stays in memory as long as there is room, is counted,
-and is reported by `flush`. A failed disk makes the store smaller, never slower or stuck.
+A block that cannot be written stays in memory until it is evicted, is counted, and is reported by
+`flush`. A failed disk reduces the capacity, but never blocks calls.
 """
 
 import threading
@@ -26,15 +26,15 @@ from kvdepot.store.state.state import StoreState
 _BLOCKS_MAX: Final = 512
 _THREADS_MAX: Final = 8
 _LINGER_S: Final = 0.5
-"""Longest wait of blocks for others of their prompt, where these should lie together."""
+"""Longest wait of blocks for others of their prompt, if these should lie together."""
 _YIELD_S: Final = 0.1
-"""Time for which a slower volume leaves blocks to a faster one."""
+"""Time for which a slower volume leaves blocks to a faster busy one."""
 _REST_S_MAX: Final = 0.25
 _PRESSED_S: Final = 1.0
-"""Time after memory was full of unwritten blocks during which blocks are written at once."""
+"""Time during which blocks are written at once after an allocation has failed."""
 _PAUSE_S_MIN: Final = 0.001
 _PART_BYTES_MIN: Final = 1 << 20
-"""Least bytes that a volume takes; else its share, so that a prompt lies on all volumes."""
+"""Least bytes of a batch; else it is the volume's share, to spread a prompt over all volumes."""
 _NO_LIMIT: Final = 1 << 62
 _DURABLE: Final = DURABILITY.index(Durability.DURABLE)
 _log = RateLimitedLog("kvdepot.store")
@@ -63,7 +63,7 @@ class WriteDown(CopyJob):
             lower.reset_hits(row)
 
     def give_up(self, row: int) -> None:
-        """A block that could not be written goes to another volume, or is given up."""
+        """Queue a block that could not be written for another volume, or give it up."""
         lower = self.target
         lower.copies.drop(row)
         failed_on = lower.queue.failed_on.setdefault(row, set())
@@ -95,13 +95,13 @@ class WriteBack:
         self._room = room
         self._a_volume = lower.volumes.writers
         self._busy: Counter[int] = Counter()
-        """Threads at work on each volume."""
+        """Number of threads that write to each volume."""
         self._rests_until_s = 0.0
         self.threads: list[threading.Thread] = []
         self.add_threads()
 
     def add_threads(self) -> list[threading.Thread]:
-        """Create the threads that the volumes can use; returns the new ones, not yet started."""
+        """Create as many threads as the volumes can use. Returns the new ones, not started."""
         wanted = min(_THREADS_MAX, self._a_volume * len(self._lower.volumes))
         new = [
             threading.Thread(
@@ -123,7 +123,7 @@ class WriteBack:
             self._end_thread()
 
     def _next(self) -> tuple[int, CopyBatch, WriteDown] | None:
-        """Wait for dirty blocks and claim some for a volume. None: the store closes."""
+        """Wait for dirty blocks and claim some for a volume. None: the store is closing."""
         state, lower = self._state, self._lower
         with state.lock:
             while not state.closing.is_set():
@@ -163,14 +163,16 @@ class WriteBack:
             state.lock.work.notify_all()
 
     def _rest(self, since_s: float) -> None:
-        """Leave the volumes to reads that came since then, for a while."""
+        """Pause writes if callers have read from the tier since `since_s`."""
         lower, now_s = self._lower, self._state.clock.now()
         if not lower.volumes.is_remote and lower.foreground.busy_since(since_s):
             share = HEAD_SHARE if lower.volumes.contiguous_bytes else FLASH_SHARE
             self._rests_until_s = now_s + min(_REST_S_MAX, backoff_s(now_s - since_s, share))
 
     def _is_pressed(self) -> bool:
-        """Much waits, or a block found no room of late: a prompt whose tail waits stays whole."""
+        """True if the queue is half full or an allocation has failed recently, so that writes must
+        not wait.
+        """
         state = self._state
         if 2 * state.writes.dirty_bytes >= state.writes.dirty_limit_bytes:
             return True
@@ -181,7 +183,9 @@ class WriteBack:
         return (self._lower.queue.oldest_ticket() or 0) <= self._lower.queue.flush_ticket
 
     def _choose_volume(self) -> tuple[int | None, float | None]:
-        """The volume to write to now; else how long to wait, None until there is work."""
+        """The volume to write to now; else None and the time to wait (None:
+        until there is work).
+        """
         state, lower = self._state, self._lower
         assert state.lock.held()
         if not lower.queue.dirty:
@@ -203,7 +207,7 @@ class WriteBack:
         if first in free:
             return first, None
         if first in able and not pressed:
-            # The volume that should take the next run is busy: wait for it a little.
+            # The volume for the next batch is busy: wait for it briefly.
             if lower.volumes.contiguous_bytes:
                 wait_s = self._left_s(lower.volumes.shares.taken_s, _LINGER_S)
             elif lower.volumes.shares.are_uneven():
@@ -215,7 +219,7 @@ class WriteBack:
         return min(free, key=self._busy.__getitem__), None
 
     def _linger_s(self) -> float:
-        """Return how long blocks should still wait for reads, or for others of their prompt."""
+        """The time for which blocks should still wait for reads, or for others of their prompt."""
         lower, resting_s = self._lower, self._left_s(self._rests_until_s, 0.0)
         volumes = lower.volumes
         enough = lower.queue.dirty_bytes >= volumes.contiguous_bytes * (1 + len(volumes))
@@ -228,9 +232,9 @@ class WriteBack:
         return left_s if left_s > _PAUSE_S_MIN else 0.0
 
     def _able_volumes(self) -> tuple[list[int], float | None]:
-        """Volumes that take blocks or are due for a try; and when to look again at the others.
+        """The volumes that accept blocks or are due for a retry, and the time until the next retry.
 
-        Where none is up, all that may be written to: writes fail, and blocks are given up.
+        If there are none, all writable volumes: writes then fail, and blocks are given up.
         """
         every = [one for one in self._lower.volumes.all_facts() if one[1].may_write]
         able = [number for number, facts in every if facts.takes_blocks]
@@ -241,7 +245,7 @@ class WriteBack:
         return [*able, *due] or [number for number, _ in every], retry_s
 
     def _take(self, volume: int) -> list[int]:
-        """The next dirty rows for a volume."""
+        """Take the next dirty rows for a volume off the queue."""
         state, lower, catalog = self._state, self._lower, self._state.catalog
         if lower.volumes.contiguous_bytes:
             lower.queue.sort()
@@ -260,7 +264,7 @@ class WriteBack:
                 state.writes.mark_clean(row, lower)
                 state.lock.written.notify_all()
             elif self._mover.is_appended_elsewhere(row, lower):
-                passed_over.append(row)  # its head is written to now
+                passed_over.append(row)  # another tier is writing to its head
             elif rows and volume in lower.queue.failed_on.get(row, ()):
                 passed_over.append(row)  # another volume is chosen for it
             else:
@@ -277,7 +281,7 @@ class WriteBack:
         return min(most, max(_PART_BYTES_MIN, part))
 
     def _end_thread(self) -> None:
-        """If all threads have ended, nothing may wait for them."""
+        """Count an ended thread. If it was the last, give up all waiting blocks."""
         with self._state.lock:
             self._lower.queue.writers -= 1
             if not self._lower.queue.writers:
@@ -293,13 +297,13 @@ class WriteBack:
 
 
 class Flusher:
-    """Serves `flush`, and puts where the first lower tier is written through."""
+    """Serves `flush`, and waits for write-through puts."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
 
     def write_through(self, timeout_s: float) -> None:
-        """If the first lower tier is written through, wait until it has the blocks of the put."""
+        """If the first lower tier is written through, wait until it has all blocks put so far."""
         state = self._state
         first = state.writes.written_through()
         if first is None:
@@ -312,8 +316,8 @@ class Flusher:
             )
 
     def flush(self, timeout_s: float, keys: Keys | None = None) -> FlushReport:
-        """Wait until what was put before is written, then until it is durable; with `keys` only
-        these blocks.
+        """Wait until blocks put before are written, then until they are durable; with `keys` only
+        these blocks. Blocks for `timeout_s` at most.
         """
         state = self._state
         deadline = state.clock.now() + timeout_s
@@ -338,7 +342,7 @@ class Flusher:
             return self._report(last, unsynced)
 
     def _try_again(self) -> None:
-        """Queue what could not be written before, or was put off."""
+        """Queue blocks that were deferred or could not be written before."""
         state, catalog = self._state, self._state.catalog
         for lower in state.lower_tiers:
             state.writes.queue_deferred(lower, _NO_LIMIT)
@@ -354,7 +358,7 @@ class Flusher:
         return all((lower.queue.oldest_ticket() or last + 1) > last for lower in tiers)
 
     def _report(self, last: int, unsynced: Mapping[LowerTier, Durability]) -> FlushReport:
-        """On all blocks that were put before the ticket `last` was given out."""
+        """The report on all blocks with tickets up to `last`."""
         tiers = self._state.lower_tiers
         rows = self._state.catalog.live_rows()
         later = {
@@ -363,7 +367,7 @@ class Flusher:
         rows = rows[~np.isin(rows, list(later))]
         totals = np.bincount(self._durability(rows, unsynced), minlength=len(DURABILITY))
         counts = Counter(dict(zip(DURABILITY, totals.tolist(), strict=True)))
-        counts[Durability.EVICTED] = 0  # it was durable, and has made room
+        counts[Durability.EVICTED] = 0  # evicted after it was durable
         for code, gone in self._state.catalog.left_unwritten.items():
             counts[Durability.FAILED if code == FAILED else Durability.EVICTED] += gone
         self._state.catalog.left_unwritten.clear()
@@ -372,7 +376,7 @@ class Flusher:
         return FlushReport(not unfinished, durable, +counts)
 
     def _durability(self, rows: Rows, unsynced: Mapping[LowerTier, Durability]) -> Rows:
-        """Return an index into DURABILITY for each row; NONE for blocks that the store lacks."""
+        """An index into DURABILITY for each row; NONE for blocks that the store does not have."""
         catalog = self._state.catalog
         residency = catalog.residency.array[rows]
         codes: Rows = catalog.unwritten.array[rows].astype(np.int64)
@@ -390,7 +394,7 @@ class Flusher:
         return codes
 
     def _do_not_linger(self, ticket: int) -> None:
-        """Blocks up to this ticket wait no longer for others of their prompt."""
+        """Stop blocks up to this ticket from waiting for others of their prompt."""
         for lower in self._state.lower_tiers:
             lower.queue.flush_ticket = max(lower.queue.flush_ticket, ticket)
         self._state.lock.work.notify_all()

@@ -56,7 +56,7 @@ class Expectation:
     """`snapshot` of the end before the last opening."""
     kept: dict[str, set[int]] = field(default_factory=dict)
     """Pinned blocks with a receipt, by session."""
-    contracts: int = 0
+    pins: int = 0
     """Number of pins that were found intact after an end, of all ends together."""
     cuts: int = 0
     damages: int = 0
@@ -81,7 +81,7 @@ class Expectation:
             case "cut":
                 self.cuts += 1
             case "pinning" | "pinned" | "unpinning" | "kept":
-                self._take_contract(fact, blocks)
+                self._take_pin(fact, blocks)
             case "damaged":
                 self.damages += fact["count"]
             case "putting":
@@ -133,7 +133,7 @@ class Expectation:
         self.flushed = blocks - self.limbo
         self.must = set(self.flushed)
 
-    def _take_contract(self, fact: dict[str, Any], blocks: set[int]) -> None:
+    def _take_pin(self, fact: dict[str, Any], blocks: set[int]) -> None:
         name = fact.get("session", "")
         match fact["fact"]:
             case "pinning":  # until the receipt, the previous pin or this one holds
@@ -144,7 +144,7 @@ class Expectation:
             case "unpinning":
                 self.kept.pop(name, None)
             case "kept":
-                self.contracts += fact["count"]
+                self.pins += fact["count"]
 
 
 class Ledger:

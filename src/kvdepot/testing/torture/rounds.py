@@ -70,7 +70,7 @@ class RoundOutcome:
     faults: Counter[str] = field(default_factory=Counter)
     texts: list[str] = field(default_factory=list)
     """Descriptions of the faults, one line each."""
-    contracts: int = 0
+    pins: int = 0
     """Number of pins that were checked after an end, of all ends together."""
 
     @property
@@ -189,7 +189,7 @@ def play(folder: Path, seed: int, kind: Kind, *, keep: bool = False) -> RoundOut
                 ledger.catch_up()
                 outcome.done = ledger.expected.damages
         ledger.catch_up()
-        outcome.contracts = ledger.expected.contracts
+        outcome.pins = ledger.expected.pins
         for fact in ledger.everything():
             if fact["fact"] == "fault":
                 outcome.faults[fact["kind"]] += fact["count"]
@@ -562,11 +562,11 @@ def judge_store(
     if quarantined and world.mix.fsync != "never":
         ledger.fault("unclean", f"{quarantined} blocks were quarantined")
     if not away and world.mix.fsync != "never":
-        judge_contracts(store, ledger, present)
+        judge_pins(store, ledger, present)
     ledger.write("present", present, away=away, cut=cut, ssds=world.ssds)
 
 
-def judge_contracts(store: Store, ledger: Ledger, present: set[int]) -> None:
+def judge_pins(store: Store, ledger: Ledger, present: set[int]) -> None:
     """Every pin with a receipt must exist, and its blocks must be present."""
     known = {one["name"]: one["pin"] for one in store.sessions.list(limit=1000)}
     kept = {name: blocks for name, blocks in ledger.expected.kept.items() if blocks}

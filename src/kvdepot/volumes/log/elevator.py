@@ -1,9 +1,9 @@
-"""Reads of a hard drive, in sweeps.
+"""Reads a hard drive in sweeps.
 
-A drive has one queue and one thread. A round takes what waits when it begins, sorts it by place and
-reads it from one end to the other, so that many readers cost one sweep and not a seek for each of
-their blocks. What comes later has the next round. Foreground reads enter a round first; one other
-read enters each round, so that none waits for ever.
+A drive has one queue and one thread. A round takes the queued reads, sorts them by place and reads
+from one end to the other, so that many readers cost one sweep and not a seek for each block. Later
+reads wait for the next round. Foreground reads enter a round first; at least one other read enters
+each round, so that none waits forever.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from kvdepot.core.volume import Ints, Priority
 from kvdepot.io.files import Files, Ops
 
 _ROUND_BYTES: Final = 256 << 20
-"""The longest round, even if more reads wait."""
+"""Most bytes of a round."""
 _BATCH_BYTES: Final = 32 << 20
-"""The drive gets this much at once. Readers whose blocks are done go on meanwhile."""
+"""Bytes given to the drive at once. Readers continue when their blocks are read."""
 _SLICE_S: Final = 60.0
 
 
@@ -39,13 +39,13 @@ class QueuedReads:
         self.abandoned = False
         self.answered = threading.Event()
         self.let_go = threading.Event()
-        """Nothing is written to the reads' memory any more."""
+        """Set when nothing is written to the reads' memory any more."""
 
     def on_answer(self) -> None:
-        """The reads are answered, or given up in the queue."""
+        """Called when the reads were answered, or withdrawn from the queue."""
 
     def on_release(self) -> None:
-        """The I/O engine has let go of the reads, or never gets them."""
+        """Called when the I/O engine does not use the reads' memory any more."""
 
     def wait(self, timeout_s: float) -> bool:
         return self.let_go.wait(timeout_s)
@@ -62,7 +62,7 @@ class QueuedReads:
             self.on_release()
 
     def fail(self) -> None:
-        """Answer with EIO what was not read."""
+        """Answer reads that have not ended with EIO."""
         try:
             if not self.answered.is_set():
                 self.results[self.results == -errno.ETIMEDOUT] = -errno.EIO
@@ -72,7 +72,7 @@ class QueuedReads:
 
 
 class Elevator:
-    """The reading thread of one drive; it exists while there is something to read."""
+    """The reading thread of one drive, which exists while reads are queued."""
 
     def __init__(self, files: Files, name: str, now: Callable[[], float]) -> None:
         self._files = files
@@ -84,14 +84,14 @@ class Elevator:
         self._thread: threading.Thread | None = None
 
     def submit(self, reads: QueuedReads) -> None:
-        """Queue reads. They are answered at some time, perhaps after their deadline."""
+        """Queue reads. They may be answered after their deadline. Does not block."""
         with self._lock:
             self._queue.append(reads)
             if self._thread is None:
                 self._start()
 
     def withdraw(self, reads: QueuedReads) -> bool:
-        """Take reads out of the queue, unless their round has begun."""
+        """Take reads off the queue. False: their round has begun."""
         with self._lock:
             queued = reads in self._queue
             if queued:
@@ -103,7 +103,7 @@ class Elevator:
         return queued
 
     def abandon(self, reads: QueuedReads) -> None:
-        """The caller does not wait for the answer any more."""
+        """Withdraw reads whose caller does not wait any more."""
         reads.abandoned = True
         self.withdraw(reads)
 
@@ -130,7 +130,7 @@ class Elevator:
                 self._fail_round(taken)
 
     def _fail_round(self, taken: Sequence[QueuedReads]) -> None:
-        """An exception ends this thread: another one goes on, and all of the round fails."""
+        """Fail all reads of a round after an exception. Another thread continues with the queue."""
         with self._lock:
             self._thread = None
             if self._queue:
@@ -140,9 +140,7 @@ class Elevator:
                 each.callback(reads.fail)
 
     def _next_round(self) -> list[QueuedReads]:
-        """Take reads out of the queue, up to the length of a round. If there are none, the thread
-        ends.
-        """
+        """Take the reads of a round off the queue. Empty: the thread ends."""
         with self._lock:
             self._queue.sort(key=lambda reads: reads.priority)
             taken, total = self._queue[:1], 0
@@ -159,7 +157,7 @@ class Elevator:
         return taken
 
     def _batches(self, taken: list[QueuedReads]) -> list[list[tuple[QueuedReads, int]]]:
-        """Split a round into batches, in order of place, beginning where the head is."""
+        """Split a round into batches in the order of places, beginning at the drive's head."""
         wanted = [
             (int(place), number, index)
             for number, reads in enumerate(taken)
@@ -194,7 +192,7 @@ class Elevator:
         try:
             for reads in done:
                 reads.answer()
-        finally:  # no memory is given back that the kernel may still write to
+        finally:  # memory must not be released while the kernel may write to it
             while late is not None and not late.wait(_SLICE_S):
                 pass
         for reads in done:

@@ -1,4 +1,4 @@
-"""The health of a log volume: its breakers, and the loss of its medium."""
+"""The health of a log volume: its breakers, and whether its medium was removed."""
 
 import errno
 import os
@@ -34,39 +34,39 @@ class LogHealth:
         return self.breaker.closed and not self.lost
 
     def allows_writes(self) -> bool:
-        """True if a write may be tried now. A volume that failed is tried once in each pause."""
+        """True if a write may be tried now. A failed volume is tried once after each pause."""
         if self.lost or not self.breaker.allows():
             return False
         return self.room.allows()
 
     def lose(self) -> None:
-        """The medium was removed: do not use this volume any more."""
+        """Record that the medium was removed: the volume must not be used any more."""
         if not self.lost:
             self.lost = True
             self.breaker.failed("the directory or a file in it was removed", at_once=True)
 
     def write_failed(self, error: OSError, *, at_once: bool = True) -> None:
-        """A write failed. A disk without room is still read from."""
+        """Record a failed write. A full disk can still be read."""
         code = error.errno or errno.EIO
         if code not in _FULL:
             self.breaker.failed(os.strerror(code), at_once=at_once)
             return
         if self.room.closed:
-            self._log.warning("%s: writes find no room: %s", self.label, os.strerror(code))
+            self._log.warning("%s: the disk is full: %s", self.label, os.strerror(code))
         self.room.failed(os.strerror(code), at_once=True)
 
     def no_segment(self, error: OSError, *, has_others: bool) -> None:
-        """A further segment could not be made."""
+        """Record that a further segment could not be created."""
         is_full = error.errno in _FULL
         if self.growth.closed:
-            self._log.warning("%s: no further segment: %s", self.label, error.strerror)
+            self._log.warning("%s: cannot create a further segment: %s", self.label, error.strerror)
         if not is_full or not has_others:
             self.write_failed(error)
         if is_full:  # else segments would be reclaimed although there is room
             self.growth.failed(str(error.strerror), at_once=True)
 
     def judge_writes(self, codes: Ints) -> None:
-        """A batch of writes ended with these results."""
+        """Record the results of a batch of writes."""
         for code in (-codes[codes < 0]).tolist():
             at_once = code in (errno.ETIMEDOUT, errno.EROFS)
             self.write_failed(OSError(code, os.strerror(code)), at_once=at_once)
@@ -76,7 +76,7 @@ class LogHealth:
             self.room.succeeded()
 
     def judge_reads(self, codes: Ints) -> None:
-        """Reads ended with these results, in this order: a success between errors counts."""
+        """Record the results of reads in their order: a success between errors counts."""
         for code in (-codes).tolist():
             if not code:
                 if self.breaker.troubled and not self.lost:

@@ -1,7 +1,7 @@
-"""Measures a volume that was never measured, while nothing else uses it, and keeps the result.
+"""Measures a new volume while it is not in use, and stores the result.
 
-Each step takes a few milliseconds: a read or write that arrives meanwhile waits for that at most,
-and the step does not count.
+Each step takes a few milliseconds. A read or write that arrives meanwhile waits for the step, whose
+result is then ignored.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,7 @@ class Measuring:
         return 0.0 if settled and is_quiet() else _QUIET_S
 
     def stop(self) -> None:
-        """Give back the segment that was borrowed."""
+        """End a measurement and return the borrowed segment."""
         benchmark, self._benchmark = self._benchmark, None
         if benchmark is None:
             return
@@ -86,7 +86,7 @@ class Measuring:
         self._segments.files.descriptors.end(self._use)
 
     def _begin(self) -> bool:
-        """Choose a segment to measure in. False: there is none now."""
+        """Borrow or choose a segment to measure in. False: there is none now."""
         segments = self._segments
         if not segments.health.works or self._wear.spent:
             return False

@@ -1,12 +1,12 @@
-"""Opens the medium of a log volume, and finds out which volume it is.
+"""Opens the medium of a log volume, and identifies the volume.
 
 A medium is a directory of files, or a raw block device. Both have numbered slots of one size, each
-a descriptor and a base offset.
+with a descriptor and a base offset.
 
-Three pages name a volume: the superblock and the header of each copy of the metadata log. What
-most of them say counts, and if they disagree, the superblock. Segments have no say: the name goes
-with the removals, which are in the metadata. So a file that was swapped with another drive's never
-gives a drive the identity of the other one.
+Three pages have the identity of a volume: the superblock and the header of each copy of the
+metadata log. The majority counts; if all differ, the superblock. Segments do not count, because the
+identity must belong to the metadata with the removals. So swapping a segment file with another
+drive's never changes the identity of a drive.
 """
 
 import errno
@@ -71,16 +71,17 @@ class MountSettings:
     daily_bytes: int = 0
     """Bytes that may be written to the volume in a day; 0: no limit."""
     profile: Literal["auto", "always", "never"] = "auto"
-    """Selects which volumes are measured: see volumes.log.measuring."""
+    """Which volumes are measured: see volumes.log.measuring."""
     contiguous_bytes: int = 0
     """Bytes of a prompt that should lie together; 0: seeks cost nothing."""
     any_owner: bool = False
-    """Another user may own the folder. For commands that only inspect it."""
+    """Accept a folder of another user, for read-only commands."""
 
 
 def open_medium(path: Path, files: Files, settings: MountSettings) -> "Medium":
     """Open a directory or a block device. Raises OSError, FormatError, UnsafePathError,
-    StoreBusyError or ConfigError; then nothing is held, and a folder of others is as it was.
+    StoreBusyError or ConfigError, and then leaves nothing open. A folder of another program is not
+    changed.
     """
     try:
         mode = path.stat().st_mode
@@ -95,7 +96,7 @@ def open_medium(path: Path, files: Files, settings: MountSettings) -> "Medium":
 
 
 def check_format(label: str, page: bytes | None) -> VolumeHeader | None:
-    """Parse the page that names a volume. Returns None if it is no intact header. Raises
+    """Parse the header page of a volume. Returns None if it is missing or damaged. Raises
     FormatError for a header of another format.
     """
     header = VolumeHeader.parse(page) if page is not None else None
@@ -155,12 +156,12 @@ class DirectoryMedium:
         return self._first_page(_SUPERBLOCK), [header for header in found if header is not None]
 
     def write_superblock(self, header: VolumeHeader) -> None:
-        """Put it in force, whole or not at all."""
+        """Write the superblock, atomically and durably."""
         os.close(self._files.write_new(self._path / _SUPERBLOCK, header.pack()))
 
     def has_blocks(self) -> bool:
-        """True if a medium without any header has segments. Raises FormatError if these have
-        another format, or belong to another program.
+        """True if a medium without headers has segments. Raises FormatError if they have another
+        format, or belong to another program.
         """
         names = [name for name in os.listdir(self._path) if _SEGMENT.fullmatch(name)]
         pages = [self._first_page(name) or b"" for name in names]
@@ -194,7 +195,7 @@ class DirectoryMedium:
         return 10**6
 
     def create(self, slot: int, segment_bytes: int) -> None:
-        """Make a slot. Afterwards `extent` works, or OSError and nothing is left behind."""
+        """Create a slot. Raises OSError, and then leaves nothing behind."""
         fd = self._open(slot, os.O_CREAT | os.O_EXCL)
         try:
             self._files.allocate(fd, segment_bytes)
@@ -207,13 +208,13 @@ class DirectoryMedium:
         self._fds[slot] = fd
 
     def remove(self, slot: int) -> None:
-        """Give a slot's space back to the medium."""
+        """Delete a slot, which frees its space."""
         self._files.unlink(self._name(slot))
         self._files.sync_directory(self._directory_fd)
         self._files.descriptors.give_up(self._fds.pop(slot))
 
     def extent(self, slot: int) -> tuple[int, int]:
-        """Descriptor and base offset of a slot; after `close`, a descriptor that is none."""
+        """Descriptor and base offset of a slot; after `close` the descriptor is -1."""
         return self._fds.get(slot, -1), 0
 
     def metadata_copies(self, segment_bytes: int, slots_max: int) -> list[CopyPlace]:
@@ -237,8 +238,8 @@ class DirectoryMedium:
         return has_all and (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev)
 
     def restorable(self, store: bytes) -> bool:
-        """True if a medium that was removed can be opened again now: the directory or its parent is
-        there on the same disk, or the volume `store` is there on a disk with another device number.
+        """True if a removed medium can be opened again now: the directory or its parent exists on
+        the same disk, or the volume `store` exists on a disk with another device number.
         """
         for place in (self._path, self._path.parent):
             try:
@@ -261,7 +262,9 @@ class DirectoryMedium:
         self._lock_fd = self._directory_fd = -1
 
     def _open_folder(self, tier: str) -> None:
-        """Open the directory; for writing make it and lock it, unless it is another program's."""
+        """Open the directory; for writing also create and lock it, unless
+        another program uses it.
+        """
         if self._writable:
             self._files.make_directory(self._path)
         elif not self._path.is_dir():
@@ -282,12 +285,12 @@ class DirectoryMedium:
                 self._files.unlink(self._path / name)
 
     def _refuse_others(self, tier: str) -> None:
-        """Raises FormatError for a folder with files that are no store's, or a store's of another
-        format; nothing was touched.
+        """Raise FormatError for a folder with files of another program, or a store of another
+        format. Changes nothing.
 
-        A store is known by any one of its files, since the others may be damaged. If none shows it,
-        as after a crash while the first were made, there are no other names than a store's, and
-        the lock file, which is made first, names a process or nothing.
+        One valid file is enough to identify a store, since the others may be damaged. If there is
+        none, as after a crash during creation, all names must be those of a store, and the lock
+        file, which is created first, must hold a process id or nothing.
         """
         names = set(os.listdir(self._path)) - {LOST_AND_FOUND}
         ours = {name for name in names if name in _NAMES or _SEGMENT.fullmatch(name)}
@@ -304,7 +307,7 @@ class DirectoryMedium:
         )
 
     def _start_of(self, name: str) -> bytes:
-        """The first page of a file that may be another program's; empty if it cannot be read."""
+        """The first page of a file that may belong to another program; empty if unreadable."""
         try:
             return self._first_page(name) or b""
         except OSError:
@@ -337,7 +340,7 @@ class DirectoryMedium:
         return fd
 
     def _open_own(self, path: Path, flags: int) -> int:
-        """Open a file of ours. UnsafePathError for one that is, or may be changed by, another's."""
+        """Open a file of the store. UnsafePathError if another user owns it or may change it."""
         fd = self._files.open_file(path, flags)
         try:
             if not self._any_owner:
@@ -354,13 +357,13 @@ class DirectoryMedium:
 
 
 def _is_of_a_store(start: bytes) -> bool:
-    """True if a file is a superblock, metadata or a segment. Its name does not matter."""
+    """True if a file with this start is a superblock, metadata or a segment."""
     return start[8:16] == MAGIC or start[8:12] == HEADER_MAGIC.to_bytes(4, "little")
 
 
 class DeviceMedium:
-    """Extents of a block device: the superblock in the first page, then the metadata log in the
-    place of a segment, slot n at (n + 1) segments.
+    """Extents of a block device: the superblock in the first page, then the metadata log up to the
+    size of a segment, slot n at (n + 1) segments.
     """
 
     def __init__(self, path: Path, files: Files, settings: MountSettings) -> None:
@@ -393,7 +396,7 @@ class DeviceMedium:
         page = start[:PAGE] if any(start[:PAGE]) else None
         superblock = check_format(self.label, page)
         if superblock is None and any(start[HEADER_BYTES:PAGE]):
-            return page, []  # no damaged superblock: another program has written here
+            return page, []  # not a damaged superblock: another program has written here
         first = check_format(self.label, start[PAGE:])
         known = first or superblock
         if known is None:
@@ -427,7 +430,7 @@ class DeviceMedium:
             raise OSError(errno.ENOSPC, "the device is full")
 
     def remove(self, slot: int) -> None:
-        """An extent of a device stays where it is."""
+        """Does nothing: extents of a device are not deleted."""
 
     def extent(self, slot: int) -> tuple[int, int]:
         return self._fd, (slot + 1) * self._segment_bytes
@@ -468,15 +471,15 @@ class Mounted:
     medium: Medium
     header: VolumeHeader
     settings: MountSettings
-    """With the segment size that the medium has."""
+    """The settings, with the segment size of the medium."""
     slots_max: int
     is_new: bool
     damage: list[str]
-    """Texts for people: what is wrong with the superblock."""
+    """Descriptions of damage of the superblock."""
 
     def open_metadata(self, stamps: StampClock) -> MetadataLog:
-        """Read the metadata log, or make that of a new volume; then write the superblock if it
-        is missing or wrong. Raises DriveError; then the medium is closed.
+        """Read the metadata log, or create that of a new volume; then write the superblock if it is
+        missing or wrong. Raises DriveError, and then closes the medium.
         """
         settings = self.settings
         copies = self.medium.metadata_copies(settings.segment_bytes, self.slots_max)
@@ -498,9 +501,9 @@ class Mounted:
 
 
 def mount(path: Path, files: Files, settings: MountSettings) -> Mounted:
-    """Open a medium and read which volume it is. Raises ConfigError, FormatError, UnsafePathError
-    or StoreBusyError; then nothing is held. All but ConfigErrors that are no DriveError and
-    StoreBusyError concern this medium alone.
+    """Open a medium and identify its volume. Raises ConfigError, FormatError, UnsafePathError or
+    StoreBusyError, and then leaves nothing open. DriveError, FormatError and UnsafePathError
+    concern this medium only; a store may go on with others.
     """
     try:
         medium = open_medium(path, files, settings)
@@ -517,7 +520,7 @@ def mount(path: Path, files: Files, settings: MountSettings) -> Mounted:
 
 
 def cannot_use(label: str, settings: MountSettings, error: OSError) -> DriveError:
-    """The error for a path that the system does not let us use."""
+    """The DriveError for a path that cannot be used because of `error`."""
     hints = {
         errno.ENOSPC: "make room on the disk, or give another path",
         errno.ENOENT: "make the parent directory",
@@ -537,7 +540,7 @@ def _identify(medium: Medium, settings: MountSettings) -> Mounted:
     state = "missing" if page is None else "of another store" if superblock else "damaged"
     damage = [f"{medium.label}: superblock: {state}"]
     if votes:
-        named = VolumeHeader(*votes.most_common(1)[0][0])  # the first of those with as many votes
+        named = VolumeHeader(*votes.most_common(1)[0][0])  # the first of those with the most votes
         damage = [] if superblock == named else damage
         is_new = False
     else:

@@ -1,8 +1,8 @@
-"""The metadata log of one volume: every entry in two copies, both readable alone.
+"""The metadata log of one volume, in two independent copies.
 
 Entries are appended to both copies and are durable after `sync`. A log that has grown to twice the
-size of its content is written again. If one copy is damaged, the other counts. If synced frames are
-in neither copy, the log is not whole: removals may be among them, so that the blocks of the volume
+size of its content is written again. If a copy is damaged, the other one is used. If synced frames
+are missing in both, the log is not whole: removals may be lost, so that the blocks of the volume
 are not served until `kvdepot check --repair`.
 """
 
@@ -32,7 +32,7 @@ from kvdepot.io.files import Files
 COPIES: Final = ("metadata-a", "metadata-b")
 """File names of the two copies."""
 _REWRITE_FROM: Final = 64 << 10
-"""Room that a log has at least, reserved on the disk."""
+"""Least bytes that are reserved on the disk for a log."""
 
 
 class FileCopy:
@@ -47,10 +47,10 @@ class FileCopy:
         writable: bool,
         is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`is_ours`: the folder at `path` is still the one that was opened."""
+        """`is_ours` returns True while the folder of `path` is the one that was opened."""
         self.label = path.name
         self.limit_bytes = limit_bytes
-        """The greatest length of the log."""
+        """Largest size of the log."""
         self._path = path
         self._files = files
         self._writable = writable
@@ -58,7 +58,7 @@ class FileCopy:
         self._fd = -1
 
     def read(self, store: bytes) -> LogCopy | None:
-        """The copy; None if it is missing, damaged or of another volume than `store`."""
+        """Read the copy; None if it is missing, damaged or not of the volume `store`."""
         flags = os.O_RDWR if self._writable else os.O_RDONLY
         try:
             fd = self._files.open_file(self._path, flags)
@@ -74,10 +74,10 @@ class FileCopy:
         return LogCopy.parse(image, store)
 
     def replace(self, image: bytes, generation: int, room_bytes: int) -> None:
-        """Put a whole log in the place of the one before, durably: the new one or the old. It has
-        room to grow to `room_bytes` also on a disk that is full.
+        """Replace the log atomically and durably. Reserves `room_bytes` on the disk, so that it can
+        grow even if the disk is full.
         """
-        del generation  # the new log has the name
+        del generation  # the new file gets the name
         if not self._is_ours():
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         fd = self._files.write_new(self._path, image, room_bytes)
@@ -85,7 +85,7 @@ class FileCopy:
         self._fd = fd
 
     def write(self, offset: int, data: bytes) -> None:
-        """Write whole pages into the log that is in force."""
+        """Write whole pages to the present log."""
         self._files.write(self._fd, offset, data)
 
     def sync(self) -> None:
@@ -121,7 +121,7 @@ class ExtentCopy:
         return LogCopy.parse(self._files.read(self._fd, self._start, self.limit_bytes), store)
 
     def replace(self, image: bytes, generation: int, room_bytes: int) -> None:
-        del room_bytes  # an area has all of it
+        del room_bytes  # an area has a fixed size
         start = self._areas[(generation - 1) % 2]  # the first generation is in the first area
         if self._files.may_still_write(self._fd, start, start + self.limit_bytes):
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
@@ -140,15 +140,15 @@ class ExtentCopy:
         self._files.sync(self._fd)
 
     def close(self) -> None:
-        """The descriptor is the device's."""
+        """Does nothing: the device owns the descriptor."""
 
 
 CopyPlace = FileCopy | ExtentCopy
 
 
 class MetadataLog:
-    """The log of one volume. Thread-safe. Methods that write raise OSError, ETIMEDOUT while another
-    thread's write stalls.
+    """The metadata log of one volume. Thread-safe. Methods that write raise OSError; ETIMEDOUT
+    while the write of another thread stalls.
     """
 
     def __init__(
@@ -161,9 +161,9 @@ class MetadataLog:
         timeout_s: float = 10.0,
     ) -> None:
         self.damage: list[str] = []
-        """Texts for people: what is damaged."""
+        """Descriptions of damage."""
         self.is_whole = True
-        """False: synced entries are lost, so that removed blocks may look alive."""
+        """False: synced entries are lost, so that removed blocks may reappear."""
         self._copies = copies
         self._header = header
         self._stamps = stamps
@@ -172,9 +172,9 @@ class MetadataLog:
         self._closed = False
         self._known = Metadata()
         self._lock = threading.Lock()
-        """Over `_known`; held for an instant."""
+        """Guards `_known`; held briefly."""
         self._io_lock = threading.Lock()
-        """Over all below; held while the copies are written."""
+        """Guards the fields below; held while the copies are written."""
         self._last = 0
         """The number of the last frame."""
         self._synced = 0
@@ -182,7 +182,7 @@ class MetadataLog:
         self._tail = b""
         """The content of the last page."""
         self._rewrite_at = 0
-        """A log that would become longer is written again. 0: the copies may differ, or a write has
+        """Size from which the log is written again. 0: the copies may differ, or a write has
         failed, so that the next write replaces both."""
 
     def load(self) -> None:
@@ -217,13 +217,13 @@ class MetadataLog:
         self._last = contents.last  # later frames were left by a crash and do not count
 
     def create(self) -> None:
-        """Write the log of a new volume, or in a repair the entries that could be read."""
+        """Write both copies of a new log; in a repair with the entries that could be read."""
         with self._writing():
             self._rewrite()
         self.is_whole, self.damage = True, []
 
     def clear(self) -> None:
-        """Delete all entries: the volume is given back."""
+        """Delete all entries of a volume that is being removed."""
         with self._writing():
             with self._lock:
                 self._known = Metadata()
@@ -236,7 +236,7 @@ class MetadataLog:
 
     @property
     def known(self) -> Metadata:
-        """All entries. Read it at once: other threads add to it."""
+        """All entries. Not a copy: other threads may add entries."""
         return self._known
 
     def own(self, kind: MetaKind) -> MetaEntry | None:
@@ -244,7 +244,7 @@ class MetadataLog:
         return self._known.entries.get((kind, b""))
 
     def put_own(self, kind: MetaKind, value: bytes) -> None:
-        """Record such an entry durably, unless it is known."""
+        """Write an entry that concerns this volume alone, durably, if it is new."""
         before = self.own(kind)
         if before is None or before.value != value:
             self.put([MetaEntry(kind, b"", self._stamps.next(), value)])
@@ -256,7 +256,7 @@ class MetadataLog:
             new = [entry for entry in entries if self._known.is_news(entry)]
             if not new:
                 return
-            # The text of a deleted description must not stay on the disk.
+            # A deleted description must not stay on the disk.
             deletes = any(entry.value is None for entry in new)
             nbytes = sum(map(frame_bytes, new))
             if deletes or self._end + nbytes > self._rewrite_at:
@@ -283,7 +283,7 @@ class MetadataLog:
             self._known.drop_below(self._known.floor)
 
     def close(self) -> None:
-        """Close the copies. A write that stalls has its file until it ends."""
+        """Close the copies. A stalled write keeps its file open until it ends."""
         self._closed = True
         for place in self._copies:
             place.close()

@@ -1,6 +1,6 @@
-"""Reads records of a log volume: plans them as operations of the I/O engine, verifies, times.
+"""Reads records of a log volume: plans I/O operations, verifies records, measures speeds.
 
-Flash is read in the caller's thread or in a few threads of the volume; a hard drive in sweeps
+Flash is read in the caller's thread or in a few threads of the volume, a hard drive in sweeps
 (elevator.py). A read that races with the reuse of a segment fails its check of the segment id.
 """
 
@@ -37,10 +37,10 @@ from kvdepot.volumes.log.segments import Segment, SegmentSet
 _TOO_SLOW: Final = "reads are many times slower than they were"
 _THREADS: Final = 2
 _BEGIN_S: Final = 0.002
-"""Longest wait for a thread to begin a read. Without it the planner of the next read would keep the
-interpreter while the drive is idle."""
+"""Longest wait for a thread to begin a read. Without it the planning of the next read would keep
+the interpreter busy while the drive is idle."""
 _STALL_S: Final = 1.0
-"""If a read with a shorter deadline is late, the drive may not stall: it may only be slow."""
+"""A late read with a shorter deadline does not show that the drive stalls."""
 _SEEK_BYTES: Final = 4 << 20
 """Bytes that a hard drive could read during one seek."""
 _STANDS_OUT: Final = 4.0
@@ -54,12 +54,12 @@ _WINDOW_S: Final = 0.2
 _TRIAL_S: Final = 0.02
 """The same time for a drive on trial."""
 _SLOW: Final = 8.0
-"""A drive that is this many times slower than before, twice in a row, is not used."""
+"""A drive that is this factor slower than before, twice in a row, is taken out of use."""
 _FORGET: Final = 0.995
 """The best speed decays by this factor each time the drive is judged."""
 
 _KEEP: Final = 0.7
-"""Weight of earlier comparisons with the profile; the last one has the rest."""
+"""Weight of earlier comparisons with the profile; the last one has 1 - _KEEP."""
 
 LoadShape = tuple[int, int, int]
 """Reads of one shape are compared: bytes per read, bytes per call, calls at once, as powers of
@@ -89,7 +89,7 @@ class PlannedReads:
         self.places = places[self.asked]
         reads = reads[self.asked]
         self.expected = identities(reads["key"], ids[self.asked])
-        """The engine compares the heads with these; in use until the last read has ended."""
+        """The identities that the engine compares with the heads. Used until the last read ends."""
         self.ops = _read_ops(reads, bases[self.asked] + (self.places & _PAGES_BITS) * PAGE)
         self.ops["fd"] = fds[self.asked]
         if len(self.ops):
@@ -98,7 +98,7 @@ class PlannedReads:
             self.ops["expect_address"] = first + step * np.arange(len(self.ops))
 
     def outcomes(self) -> Outcomes:
-        """The outcomes of the reads, by the results of the operations."""
+        """Convert the results of the operations to outcomes of the reads."""
         codes = self.ops["result"]
         outcomes = np.full(len(self.reads), Outcome.FAILED, np.uint8)
         outcomes[self.asked[codes == 0]] = Outcome.OK
@@ -113,8 +113,8 @@ class PlannedReads:
 
 
 def _read_ops(reads: Array, offsets: Ints) -> Ops:
-    """Operations for records at these offsets of their files: each whole record at once, or head
-    and range of the payload apart, or the head alone.
+    """Operations for records at these offsets of their files: a whole record in one read, or head
+    and range of the payload in two, or only the head.
     """
     ops, image = io_ops(len(reads)), reads["image"]
     start, stop, payload_bytes = reads["start"], reads["stop"], reads["payload_bytes"]
@@ -153,13 +153,13 @@ def _is_intact(read: Any) -> bool:
 
 
 class ThroughputMeter:
-    """Counts what one drive reads while it is busy. Thread-safe."""
+    """Measures the read throughput of one drive while it is busy. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self.running = 0
-        """Calls that wait for reads of the drive now."""
+        """Number of calls that wait for reads of the drive."""
         self._peak = 0
         self._began_s = 0.0
         self._busy_s = 0.0
@@ -170,16 +170,16 @@ class ThroughputMeter:
         self._best: dict[LoadShape, float] = {}
         self.bytes_per_s = 0.0
         self.slowdown = 1.0
-        """How many times slower than before the drive was when it was last judged."""
+        """Factor by which the drive was slower than before when it was last judged."""
         self.profile: Profile | None = None
         """The measured speeds of the drive, if there are any."""
         self.of_profile: float | None = None
-        """Recent speed of large reads as a share of the measured speed."""
+        """Recent speed of large reads as a fraction of the measured speed."""
         self.queued_bytes = 0
         """Bytes of reads that have begun and not ended."""
 
     def begin(self, nbytes: int = 0, *, trial: bool = False) -> None:
-        """Reads begin. `trial`: earlier reads do not count."""
+        """Record the begin of reads. `trial`: ignore earlier reads."""
         with self._lock:
             if trial and not self.running:
                 self._begin_anew()
@@ -190,10 +190,10 @@ class ThroughputMeter:
             self._peak = max(self._peak, self.running)
 
     def end(self, work_bytes: int, reads: int, asked: int = 0, *, trial: bool = False) -> bool:
-        """Reads have ended. False: the drive has become slow.
+        """Record the end of reads. False: the drive has become slow.
 
-        `asked`: the bytes that `begin` was given. `trial`: the drive was slow before, and these
-        reads alone are judged.
+        `asked`: the bytes given to `begin`. `trial`: the drive was slow before, and only these
+        reads are judged.
         """
         with self._lock:
             now_s = self._clock.now()
@@ -227,8 +227,8 @@ class ThroughputMeter:
         return self.slowdown > _SLOW
 
     def _nearby(self, kind: LoadShape) -> float:
-        """The best speed of reads of about this shape: the first reads of a new shape may be slow
-        already."""
+        """The best speed of reads of a similar shape, since the first reads of a new shape may be
+        slow already."""
         return max(
             (
                 speed
@@ -243,7 +243,7 @@ class ThroughputMeter:
         self._peak = self.running
 
     def _measured(self, asked_bytes: int) -> float:
-        """The measured speed, or 0 if reads of this size cannot be compared with it."""
+        """The measured speed; 0 if reads of this size cannot be compared with it."""
         if self.profile is None or asked_bytes < _LARGE_BYTES or not self.profile.direct_io:
             return 0.0
         return float(self.profile.read_bytes_per_s)
@@ -268,8 +268,8 @@ class LogReader:
         name: str,
         has_head: bool,
     ) -> None:
-        """`meters` are those of the volumes to compare this one with; its own is added. `has_head`:
-        the drive seeks.
+        """`meters` are those of comparable volumes, to which the own one is added. `has_head`: the
+        drive is a hard drive.
         """
         self.segments = segments
         self.health = segments.health
@@ -281,7 +281,7 @@ class LogReader:
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._submitted = 0
-        """Reads in the threads and before them."""
+        """Number of reads that are running in threads or queued for them."""
         self.elevator = (
             Elevator(segments.files, f"{name}-elevator", clock.now) if has_head else None
         )
@@ -300,18 +300,18 @@ class LogReader:
             self._meters.remove(self.meter)
 
     def plan(self, reads: Array) -> PlannedReads:
-        """Plan reads; none if the volume is down."""
+        """Plan reads; without operations if the volume is down."""
         allowed = self.health.breaker.closed or self.health.breaker.allows()
         return PlannedReads(reads, self.segments.by_slot if allowed else {})
 
     def begin_timing(self, ops: Ops) -> bool:
-        """Reads begin. Returns whether the volume is on trial."""
+        """Record the begin of reads. Returns True if the volume is on trial."""
         trial = not self.health.breaker.closed
         self.meter.begin(int(ops["nbytes"].sum()), trial=trial)
         return trial
 
     def end_timing(self, ops: Ops, places: Ints, results: Ops, *, trial: bool) -> bool:
-        """Reads have ended. True: the volume has become too slow to be used."""
+        """Record the end of reads. True: the volume has become too slow to be used."""
         done = np.flatnonzero(results == 0)
         work_bytes = int(ops["nbytes"][done].sum())
         if self.elevator is not None and len(done):
@@ -323,7 +323,7 @@ class LogReader:
         return slow
 
     def judge(self, codes: Ints, timeout_s: float, *, slow: bool) -> None:
-        """Report the results of reads to the breaker. Success of a slow volume does not count."""
+        """Report the results of reads to the breaker. Successes of a slow volume do not count."""
         if slow:
             codes = codes[codes != 0]
         if timeout_s < _STALL_S:
@@ -332,8 +332,8 @@ class LogReader:
             self.health.judge_reads(codes)
 
     def try_to_read(self) -> bool:
-        """Read from the fullest segment, to see whether a volume that is down works again. False:
-        there is nothing to read.
+        """Read from the fullest segment to test a volume that is down. False: there is nothing to
+        read.
         """
         segment = max(list(self.segments.by_slot.values()), key=lambda one: one.tail, default=None)
         if segment is None or segment.tail <= PAGE:
@@ -381,7 +381,7 @@ class LogReader:
         return future
 
     def _stands_out(self) -> bool:
-        """True if the other drives have not become as slow. Else the machine is slow."""
+        """True if the other drives have not slowed down as much; else the machine is slow."""
         others = [meter.slowdown for meter in list(self._meters) if meter is not self.meter]
         return bool(others) and self.meter.slowdown >= _STANDS_OUT * median(others)
 
@@ -418,7 +418,7 @@ class FlashRead:
     def _run(self) -> Outcomes:
         reader, descriptors = self._reader, self._reader.segments.files.descriptors
         timeout_s = self._deadline_s - reader.clock.now()
-        if timeout_s <= 0:  # nothing is begun
+        if timeout_s <= 0:  # begin nothing
             return np.full(len(self._reads), Outcome.LATE, np.uint8)
         pending, use = None, descriptors.begin()
         try:
@@ -458,7 +458,7 @@ class SweptRead(QueuedReads):
         with self._descriptors.use():
             self._planned = planned = reader.plan(reads)
             ops = planned.ops.copy()
-            ops["copy_target"] = 0  # the caller may be gone when a round comes to its reads
+            ops["copy_target"] = 0  # the caller may have returned before its round
             super().__init__(ops, planned.places, reader.clock.now() + timeout_s, priority)
             if not len(ops):
                 self.answered.set()

@@ -1,4 +1,4 @@
-"""Finds the contents of segments: from the footer, or record by record if there is none.
+"""Recovers the contents of segments: from the footer, or record by record if there is none.
 
     header page
       all zeros                                                  → the slot is free
@@ -12,12 +12,12 @@
         … and open                                               → scan on from its tail
       otherwise                                                  → scan from the first record
 
-A scan trusts nothing: a record counts when its head is intact, names this segment, and its payload
-matches its checksums. After anything else it looks for the next head page by page, so one bad
-record costs itself only.
+A scan verifies everything: a record counts if its head is intact and names this segment, and its
+payload matches its checksums. After anything else the scan looks for the next head page by page, so
+that one bad record does not hide others.
 
-What a crash leaves is not damage: no footer yet, a footer that is older than the last records, a
-torn record.
+The state after a crash is not damage: no footer, a footer older than the last records, a torn
+record.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,13 +67,13 @@ class Recovered:
     sealed: bool = False
     entries: Entries = field(default_factory=lambda: np.zeros(0, ENTRY))
     damage: list[str] = field(default_factory=list)
-    """Texts for people: what is damaged."""
+    """Descriptions of damage."""
     usable: bool = True
-    """False: it belongs elsewhere, or no record can be found; its blocks do not count here."""
+    """False if it belongs to another slot or volume, or no record can be found."""
     origin: SegmentHeader | None = None
     """Its header, if it belongs to another slot or volume."""
     scanned: bool = False
-    """There was no footer that could be used."""
+    """True if there was no valid footer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class SegmentReader:
     """Segments with this id or a lower one do not count (core.metadata)."""
 
     def recover(self) -> Recovered | None:
-        """The contents of the segment; None if the slot is free."""
+        """Read the contents of the segment; None if the slot is free."""
         page = self.files.read(self.fd, self.base, PAGE)
         end = self.base + self.segment_bytes
         trailer_page = self.files.read(self.fd, end - PAGE, PAGE)
@@ -126,7 +126,7 @@ class SegmentReader:
         return found
 
     def _read_entries(self, found: Recovered, trailer: Trailer) -> None:
-        """Read the footer. Records behind that of an open segment are scanned."""
+        """Read the footer. Records that an open segment has after it are scanned."""
         footer = b""
         if trailer.footer_offset == self.segment_bytes - footer_bytes(trailer.count):
             padded = footer_bytes(trailer.count) - PAGE
@@ -143,10 +143,8 @@ class SegmentReader:
                 found.damage.append("footer is damaged")
 
     def _identify(self, trailer: Trailer | None) -> SegmentHeader | None:
-        """Find the content of a damaged header.
-
-        Trailer and records may be left over from earlier uses of the extent; ids grow, so the
-        highest one is that of the latest use.
+        """Reconstruct a damaged header from trailer and records. These may be from earlier uses of
+        the extent; the highest id is that of the latest use.
         """
         newest = max((head.segment_id for _, head in self.records(None, PAGE)), default=0)
         if trailer is not None and trailer.segment_id >= newest:
@@ -156,9 +154,8 @@ class SegmentReader:
         return SegmentHeader(newest, self.slot, self.segment_bytes, self.store) if newest else None
 
     def _was_ours(self, page: memoryview, magic: int) -> bool:
-        """True if a page that does not parse was written by us and damaged later.
-
-        A file has our pages or zeros. A device may have had another use.
+        """True if an invalid page was written by us and damaged later. A file has our pages or
+        zeros; a device may have had another use.
         """
         if self.base == 0:
             return not _is_blank(page)
@@ -169,7 +166,7 @@ class SegmentReader:
         self._extend(found)
 
     def _extend(self, found: Recovered) -> None:
-        """Add the records behind the tail."""
+        """Add the records after the tail."""
         more = []
         for offset, head in self.records(found.segment_id, found.tail):
             size = head.payload_bytes
@@ -221,14 +218,13 @@ def _next_head(window: memoryview, at: int) -> int:
 
 
 def _is_blank(page: memoryview) -> bool:
-    """Zeros, but for a flipped bit: our pages have a checksum, a magic and a volume's UUID."""
+    """True for zeros, even with a flipped bit: our pages have a checksum, a magic and a UUID."""
     return len(page) - bytes(page).count(0) < _NOISE_BYTES_MAX
 
 
 def _is_flipped(footer: bytes, expected: bytes) -> bool:
-    """True if an open segment's footer was right once and has a few wrong bits now.
-
-    One that a crash left behind is older than the last records, or overwritten by them.
+    """True if the footer of an open segment is damaged by a few wrong bits. A footer that a crash
+    left is older than the last records, or overwritten by them.
     """
     if len(footer) != len(expected):
         return False
@@ -263,8 +259,8 @@ def recover(segments: SegmentSet, damage: list[str]) -> list[Recovered]:
     surplus = segments.surplus()
     if not surplus or not segments.settings.writable:
         return found
-    # The capacity is smaller than it was: the oldest segments go, but before them those without a
-    # record, as a kill leaves one that was just begun.
+    # The capacity was lowered: drop segments without records, which a kill may leave, then the
+    # oldest ones.
     oldest = sorted(found, key=lambda one: (len(one.entries) > 0, one.segment_id))
     dropped = oldest[: max(0, surplus - len(segments.free))]
     going = [*segments.free[:surplus], *(one.slot for one in dropped)]

@@ -1,13 +1,12 @@
-"""The segments of a log volume: how records are appended, sealed and made durable, and how the room
-of segments is freed.
+"""The segments of a log volume: appends, seals, syncs and releases them.
 
-Places are given out one after the other; records are written without a lock, several batches at a
-time. Reads need no lock: every record names its segment and carries its checksums, so that a read
-which races with the reuse of an extent fails its check.
+Places are assigned one after the other; records are written without a lock, several batches in
+parallel. Reads need no lock: every record has its segment id and checksums, so that a read that
+races with the reuse of an extent fails its check.
 
-Locks, in this order: `append_lock` (places in the log, new and released segments; held over writes
-of single pages and over the sync after which a released segment cannot be read), `Syncer._lock`
-(one fsync at a time), `state_lock` (all fields; held for an instant).
+Locks, in this order: `append_lock` (places in the log, new and released segments; held during
+writes of single pages, and during the sync that makes a released segment unreadable),
+`Syncer._lock` (one fsync at a time), `state_lock` (all fields; held briefly).
 """
 
 import errno
@@ -38,8 +37,8 @@ from kvdepot.volumes.log.metadata import MetadataLog
 from kvdepot.volumes.log.wear import Wear
 
 _FOR_MOVES: Final = 2
-"""A volume that was made smaller may have this many segments besides those in use, for blocks that
-are moved: one that is written to, and one that can be reclaimed."""
+"""Segments above those in use that a volume may have while it is shrunk: one to write moved blocks
+to, and one to reclaim."""
 _WRITES_END_S: Final = 60.0
 
 
@@ -54,12 +53,12 @@ class Segment:
     live_bytes: int = 0
     live_count: int = 0
     entries: list[Entries] = field(default_factory=list)
-    """Parts of the footer; emptied when the segment is sealed."""
+    """Parts of the footer; empty once the segment is sealed."""
     count: int = 0
     writes: int = 0
-    """Writes under way; a segment is sealed when it is full and they have ended."""
+    """Running writes. A full segment is sealed when they have ended."""
     extent: tuple[int, int] = (-1, 0)
-    """Descriptor of its file, and where the segment begins in it."""
+    """Descriptor of the file, and the offset of the segment in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +92,15 @@ class SegmentSet:
         self.by_slot: dict[int, Segment] = {}
         self.free: list[int] = []
         self.releasing: dict[int, int] = {}
-        """Slots whose segment (its id) was released and may still be on disk: the page that makes
-        it unreadable is not durable yet, or the kernel may still write to the slot."""
+        """Slots of released segments, with segment id, that may still be on disk: the page that
+        makes them unreadable is not durable yet, or the kernel may still write to the slot."""
         self.active: Segment | None = None
         self.live_bytes = 0
         self.append_lock = threading.RLock()
         self.state_lock = threading.Condition(threading.RLock())
-        """Notified when a write has ended: a volume that is given back waits for that."""
+        """Notified when a write has ended, for the removal of a volume."""
         self._slots_for_moves = 0
-        """While there are too many segments, this many are allowed: those in use and _FOR_MOVES."""
+        """Number of segments allowed while the volume is shrunk: those in use and _FOR_MOVES."""
 
     @property
     def record_bytes_max(self) -> int:
@@ -114,17 +113,17 @@ class SegmentSet:
             return min([*ids, *self.releasing.values()], default=0)
 
     def slot_count(self) -> int:
-        """Slots that exist, used or not."""
+        """Number of slots that exist, used or not."""
         return len(self.by_slot) + len(self.free) + len(self.releasing)
 
     def spare_slots(self) -> int:
-        """Segments that can be opened without releasing one; a full disk has only free ones."""
+        """Segments that can be opened without releasing one. On a full disk none can be created."""
         with self.state_lock:
             creatable = max(self.slots_max, self._slots_for_moves) - self.slot_count()
             return len(self.free) + (max(0, creatable) if self.health.growth.closed else 0)
 
     def surplus(self) -> int:
-        """Segments above the limit."""
+        """Number of segments above the limit."""
         with self.state_lock:
             return max(0, self.slot_count() - self.slots_max)
 
@@ -144,9 +143,9 @@ class SegmentSet:
         return segment.tail + nbytes <= end
 
     def segment_for(self, nbytes: int, purpose: Purpose, full: list[Segment]) -> Segment | None:
-        """A segment with room for `nbytes` more, or None; `full` gets what is to be sealed.
+        """A segment with room for `nbytes`, or None. Adds segments to be sealed to `full`.
 
-        `append_lock` held.
+        With `append_lock`.
         """
         kept_back = self._kept_back(purpose)
         if self.spare_slots() < kept_back:
@@ -180,14 +179,14 @@ class SegmentSet:
         return segment
 
     def begin_sealing(self, segment: Segment) -> bool:
-        """True if a segment is full and its last write has ended. It counts as busy then."""
+        """True if a segment is full and its last write has ended. It is then marked as busy."""
         if segment is self.active or segment.writes or segment.sealed:
             return False
         segment.writes += 1
         return True
 
     def count(self, slot: int, nbytes: int, records: int) -> None:
-        """Records of a segment came into use, or with negative numbers went out of it."""
+        """Count records as in use, or with negative numbers as not in use."""
         segment = self.by_slot.get(slot)
         if segment is not None:
             segment.live_bytes += nbytes
@@ -195,8 +194,8 @@ class SegmentSet:
             self.live_bytes += nbytes
 
     def release(self, slot: int) -> bool:
-        """Free a segment's extent; its records are gone, also after a restart. False: there is no
-        such segment.
+        """Free a segment's extent and make its records unreadable, also after a restart. False:
+        there is no such segment.
         """
         with self.append_lock, self.files.descriptors.use():
             with self.state_lock:
@@ -213,8 +212,8 @@ class SegmentSet:
             return True
 
     def wipe(self, slot: int) -> None:
-        """Make a segment unreadable, so that dropped records do not come back. Durable before the
-        slot is used again: else its old footer could describe the next records.
+        """Make a segment unreadable, so that dropped records do not come back. Durable, because its
+        old footer must not be taken for that of the next segment in the slot.
         """
         fd, base = self.medium.extent(slot)
         self.files.write(fd, base, bytes(PAGE))
@@ -222,7 +221,7 @@ class SegmentSet:
             self.files.sync(fd)
 
     def borrow_free_segment(self) -> Segment | None:
-        """A free segment for the caller alone until `return_segment`; None: there is no spare."""
+        """Lend a free segment until `return_segment`; None if there is no spare one."""
         with self.append_lock:
             kept_back = self._kept_back(Purpose.BLOCK)
             slot = None if self.health.lost else self._take_slot(kept_back)
@@ -242,13 +241,13 @@ class SegmentSet:
         return any(map(self._is_held, list(self.releasing)))
 
     def set_slots_max(self, slots_max: int) -> None:
-        """Have room for this many segments; surplus ones go with `trim`."""
+        """Set the number of segments; `trim` deletes surplus ones."""
         with self.append_lock, self.state_lock:
             self.slots_max = min(slots_max, self.medium.slots_max(self.settings.segment_bytes))
             self._slots_for_moves = len(self.by_slot) + _FOR_MOVES
 
     def trim(self) -> None:
-        """Give surplus free segments back, but for those that moves may need meanwhile."""
+        """Delete surplus free segments, except for those that moves may need."""
         with self.append_lock:
             self._wipe_released()
             self._slots_for_moves = min(self._slots_for_moves, len(self.by_slot) + _FOR_MOVES)
@@ -263,7 +262,7 @@ class SegmentSet:
                 self.health.write_failed(error)
 
     def remove_slots(self, slots: list[int]) -> None:
-        """Give free slots back to the medium. Raises OSError."""
+        """Delete free slots. Raises OSError."""
         self.note_slots({*self.by_slot, *self.free, *self.releasing}.difference(slots))
         for slot in slots:
             self.medium.remove(slot)
@@ -271,20 +270,20 @@ class SegmentSet:
                 self.free.remove(slot)
 
     def note_slots(self, slots: set[int]) -> None:
-        """Record which slots exist, so that a check finds a missing file. Call it after a file is
-        made and before one is removed: a crash leaves at most one file too many. Raises OSError.
+        """Record the existing slots, so that a check finds a missing file. Call it after a file is
+        created and before one is deleted: a crash leaves at most one extra file. Raises OSError.
         """
         self.metadata.put_own(MetaKind.SLOTS, pack_slots(slots))
 
     def _kept_back(self, purpose: Purpose) -> int:
-        """Spare segments that blocks may not take. A volume of two has none to keep back."""
+        """Spare segments reserved for moves. A volume with two segments has none."""
         if purpose is Purpose.MOVE:
             return 0
         return 1 if len(self.by_slot) + self.spare_slots() > 2 else 0
 
     def _take_slot(self, kept_back: int) -> int | None:
-        """A free slot, or a new one. A disk that was full is asked again now and then. While the
-        kernel has not ended a write to a released slot, no other slot is given to stall on.
+        """A free slot, or a new one. A full disk is tried again after pauses. None while a write to
+        a released slot stalls, so that writes to other slots do not stall too.
         """
         slot = None
         self._wipe_released()
@@ -319,10 +318,10 @@ class SegmentSet:
         return slot
 
     def _wipe_released(self) -> None:
-        """Make released segments unreadable, oldest first; then their slots are free.
+        """Make released segments unreadable, oldest first, and free their slots. With
+        `append_lock`.
 
-        `append_lock` held. A segment that the kernel may still write to, or that cannot be
-        written, waits.
+        Skips segments that the kernel may still write to, and those that cannot be written.
         """
         for slot in sorted(self.releasing, key=self.releasing.__getitem__):
             if self._is_held(slot):
@@ -350,29 +349,31 @@ class Syncer:
         self._lock = threading.Lock()
         """One fsync at a time; taken before `state_lock`."""
         self._unsynced: set[int] = set()
-        """Slots that were written to since they were last made durable."""
+        """Slots written since their last sync."""
         self._unproven: set[int] = set()
-        """Slots that could not be made durable: until they are reused, `sync` is false."""
+        """Slots whose sync failed: until they are reused, `sync` returns False."""
         self._has_failed = False
-        """The last sync failed: while the volume is down, none is tried."""
+        """True if the last sync failed: none is tried while the volume is down."""
 
     @property
     def is_proven(self) -> bool:
         return not self._unproven
 
     def written(self, slots: set[int]) -> None:
-        """Slots were written to."""
+        """Record slots that were written to."""
         with self._segments.state_lock:
             self._unsynced |= slots
 
     def forget(self, slot: int) -> None:
-        """A segment was released."""
+        """Remove the slot of a released segment."""
         with self._segments.state_lock:
             self._unsynced.discard(slot)
             self._unproven.discard(slot)
 
     def sync(self, timeout_s: float) -> bool:
-        """Make all earlier writes durable, except in slots that failed before."""
+        """Make all earlier writes durable, for `timeout_s` at most. False: that failed, or a slot
+        failed before.
+        """
         segments, health = self._segments, self._segments.health
         if not self._lock.acquire(timeout=min(timeout_s, segments.settings.write_timeout_s)):
             return False
@@ -409,14 +410,14 @@ class Syncer:
             self._lock.release()
 
     def _sync_slot(self, slot: int) -> None:
-        """Make a slot durable; the lock is held. With a page cache a failure is final: the kernel
-        drops pages that it could not write, and a second sync would succeed without them.
+        """Sync a slot. With the lock. With a page cache a failure is final: the kernel drops pages
+        that it could not write, so that a second sync would succeed without them.
         """
         segments = self._segments
         with segments.state_lock:
             if slot not in self._unsynced:
                 return
-            self._unsynced.discard(slot)  # what is written from now on may not be covered
+            self._unsynced.discard(slot)  # later writes may not be covered by this sync
             fd, _ = segments.medium.extent(slot)
         if segments.settings.fsync == "never":
             return
@@ -446,7 +447,7 @@ class Appender:
         full: list[Segment] = []
         parts: list[SegmentWrites] = []
         with segments.files.descriptors.use():
-            # Without the lock in time the medium stalls, and nothing more is given to it.
+            # If the lock is not free in time the medium stalls: write nothing more to it.
             if segments.append_lock.acquire(timeout=segments.settings.write_timeout_s):
                 try:
                     parts = self._reserve(records, purpose, full)
@@ -470,7 +471,7 @@ class Appender:
         return places
 
     def finish(self, segment: Segment, *, sealed: bool) -> None:
-        """Write a segment's footer. Without it the next start scans the segment."""
+        """Write a segment's footer. Without one the next start scans the segment."""
         segments, nbytes = self._segments, self._segments.settings.segment_bytes
         with segments.state_lock:
             if segments.by_slot.get(segment.slot) is not segment:
@@ -488,7 +489,7 @@ class Appender:
             if footer:
                 segments.files.write(fd, base + offset, footer)
                 self._syncer.written({segment.slot})
-            self._syncer.sync_slot(segment.slot)  # the trailer speaks of what is on disk
+            self._syncer.sync_slot(segment.slot)  # the trailer must only describe durable records
             segments.files.write(fd, base + nbytes - PAGE, trailer)
         except OSError as error:
             segments.health.write_failed(error)
@@ -499,7 +500,7 @@ class Appender:
     def _reserve(
         self, records: Array, purpose: Purpose, full: list[Segment]
     ) -> list[SegmentWrites]:
-        """Give records their places, as far as there is room. `append_lock` held."""
+        """Assign places to records, as far as there is room. With `append_lock`."""
         segments, health = self._segments, self._segments.health
         works = health.breaker.closed and health.room.closed and not health.lost
         if not self.may_write or not (works or health.allows_writes()):
@@ -531,7 +532,7 @@ class Appender:
         return parts
 
     def _write(self, parts: list[SegmentWrites], records: Array) -> Array:
-        """Write the records that have a place. Returns for each record whether it is on disk."""
+        """Write the records that have a place. Returns True for each record that was written."""
         segments, timeout_s = self._segments, self._segments.settings.write_timeout_s
         indexes = np.concatenate([part.indexes for part in parts])
         ops = io_ops(len(indexes))
@@ -558,7 +559,7 @@ class Appender:
         return written
 
     def _commit(self, part: SegmentWrites, records: Array, written: Array, places: Ints) -> None:
-        """Add the written records to their segment and its footer. `state_lock` held."""
+        """Add the written records to their segment and its footer. With `state_lock`."""
         segment, good = part.segment, written[part.indexes]
         indexes, pages = part.indexes[good], part.offsets[good] // PAGE
         payload_bytes = records["payload_bytes"][indexes]

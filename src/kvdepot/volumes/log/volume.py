@@ -1,4 +1,4 @@
-"""A volume that keeps records in append-only segments: in a directory or on a block device.
+"""A volume that stores records in append-only segments, in a directory or on a block device.
 
 Segments, appending and durability: segments.py. Reading: reader.py. Metadata: metadata.py. Opening
 after a crash: recovery.py.
@@ -50,10 +50,11 @@ class LogVolume:
         context: VolumeContext,
         meters: list[ThroughputMeter],
     ) -> None:
-        """Open the volume and read its contents. `files` stay the caller's. `meters` are those of
-        the volumes that are compared with this one.
+        """Open the volume and read its contents. The caller owns `files`. `meters` are those of
+        comparable volumes.
 
-        Raises ConfigError, FormatError, StoreBusyError or UnsafePathError; then nothing is held.
+        Raises ConfigError, FormatError, StoreBusyError or UnsafePathError, and then leaves nothing
+        open.
         """
         settings = replace(settings, writable=settings.writable and context.writable)
         if context.capacity_bytes is not None:
@@ -65,7 +66,7 @@ class LogVolume:
         label, started_s = mounted.medium.label, context.clock.now()
         self.health = LogHealth(label, context.clock, settings.pauses, context.on_change)
         self.damage = list(mounted.damage)
-        """Texts for people: what is damaged."""
+        """Descriptions of damage."""
         self.metadata = mounted.open_metadata(context.stamps)
         self.damage += [f"{label}: {text}" for text in self.metadata.damage]
         self.segment_set = SegmentSet(mounted, self.metadata, files, context.stamps, self.health)
@@ -73,7 +74,7 @@ class LogVolume:
             if not self.metadata.is_whole:
                 raise FormatError(
                     label,
-                    "the metadata is damaged in both copies: removed blocks may look alive",
+                    "the metadata is damaged in both copies, so that removals may be lost",
                     hint=f"kvdepot check --repair {label}",
                 )
             found = recover(self.segment_set, self.damage)
@@ -175,13 +176,13 @@ class LogVolume:
         if not self._syncer.sync(timeout_s):
             return False
         with self.segment_set.files.descriptors.use():
-            if not self._medium.intact(every_slot=True):  # what was durable is not any more
+            if not self._medium.intact(every_slot=True):  # durable data was lost with it
                 self.health.lose()
                 return False
         return self._syncer.is_proven
 
     def contents(self, since: int | None, *, look: bool = False) -> Contents:
-        del look  # no other node writes to it
+        del look  # no other node writes here
         found, self._contents = self._contents, None
         if since is not None:
             return no_contents(since)
@@ -255,8 +256,8 @@ class LogVolume:
             _log.warning("damage: %s: %d in all", label, len(damage))
 
     def _begin_writing(self, found: Sequence[Recovered]) -> None:
-        """Record the stamp at which writing begins, before any is given out; then go on with the
-        newest open segment, and seal every other one.
+        """Record the stamp at which writing begins, before the first use of a stamp. Then continue
+        the newest open segment, and seal all others.
         """
         segments, metadata = self.segment_set, self.metadata
         before = metadata.own(MetaKind.OPENED)
@@ -293,8 +294,8 @@ class LogVolume:
         }
 
     def _give_back(self) -> None:
-        """Release and remove all segments, and delete the metadata. Writes under way keep their
-        files until they end, or until the timeout.
+        """Delete all segments and the metadata. Waits for running writes until they end or time
+        out.
         """
         segments = self.segment_set
         with segments.state_lock:
@@ -313,7 +314,7 @@ class LogVolume:
             self.health.write_failed(error)
 
     def _try_out(self) -> None:
-        """Write to and read from a volume whose pause is over, so that no request has to."""
+        """Test a failed volume after its pause by a write and a read."""
         breaker, segments = self.health.breaker, self.segment_set
         if not breaker.allows():
             return
@@ -334,7 +335,7 @@ class LogVolume:
             breaker.succeeded()
 
     def _try_for_room(self) -> None:
-        """Try now and then whether a full disk has room again. Nothing is reclaimed before."""
+        """Test after pauses if a full disk has room again. Until then nothing is reclaimed."""
         room = self.health.room
         if room.closed or not room.allows():
             return

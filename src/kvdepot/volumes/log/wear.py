@@ -1,7 +1,7 @@
-"""Counts the bytes written to a volume, and limits them if it has a budget for a day.
+"""Counts the bytes written to a volume, and limits them to a daily budget.
 
-The budget is kept in the metadata log, so that a restart does not fill it. It is taken in parts
-ahead of the writes: a crash loses the part that was taken and not written, and the limit holds.
+The budget is stored in the metadata log, so that a restart does not refill it. It is deducted in
+parts before the writes: after a crash an unused part is lost, and the limit holds.
 """
 
 import struct
@@ -15,7 +15,7 @@ from kvdepot.io.breaker import Breaker
 from kvdepot.volumes.log.metadata import MetadataLog
 
 _PARTS: Final = 64
-"""A full bucket is taken in this many parts, each with a write of metadata."""
+"""Number of parts in which a full bucket is deducted, each by a write of metadata."""
 _KEPT: Final = struct.Struct("<dd")
 _MOST: Final = 1e18
 
@@ -26,7 +26,7 @@ class Wear:
     def __init__(
         self, metadata: MetadataLog, breaker: Breaker, daily_bytes: int, wall: Clock
     ) -> None:
-        """`daily_bytes` may be written in a day, 0: no limit; `wall` goes on across restarts."""
+        """`daily_bytes` may be written in a day, 0: no limit. `wall` continues across restarts."""
         self.written_bytes = 0
         self.limited = daily_bytes > 0
         self._metadata = metadata
@@ -42,7 +42,7 @@ class Wear:
                 at_s = min(at_s, self._opened_s)
                 self._budget = Endurance(daily_bytes, level_bytes, at_s)
         self._taken_bytes = 0.0
-        """Taken from the kept budget, and not written yet."""
+        """Bytes deducted from the stored budget and not written yet."""
 
     @property
     def bucket_bytes(self) -> float:
@@ -51,18 +51,18 @@ class Wear:
 
     @property
     def level_bytes(self) -> float:
-        """Bytes that may be written now; below 0 if too many were."""
+        """Bytes that may be written now; below 0 if the budget was exceeded."""
         with self._lock:
             self._budget.fill(self._wall.now())
             return self._budget.level_bytes
 
     @property
     def spent(self) -> bool:
-        """Nothing may be written for now."""
+        """True if the budget is used up for now."""
         return self.limited and self.level_bytes <= 0
 
     def take(self, nbytes: int) -> None:
-        """Count bytes that are about to be written."""
+        """Deduct bytes that are about to be written."""
         self.written_bytes += nbytes
         if not self.limited:
             return
@@ -73,7 +73,7 @@ class Wear:
             self.keep(self._budget.bucket_bytes / _PARTS)
 
     def keep(self, taken_bytes: float = 0.0) -> None:
-        """Record the bytes that are left, less those taken ahead."""
+        """Store the remaining budget, less `taken_bytes` for writes to come."""
         if not self.limited:
             return
         left_bytes = self.level_bytes - taken_bytes
@@ -84,7 +84,7 @@ class Wear:
             self._breaker.failed(str(error.strerror))
 
     def describe(self) -> dict[str, Any]:
-        """In plain values, for stats."""
+        """The values for `stats`."""
         day = max(self._wall.now() - self._opened_s, 1.0) / DAY_S
         facts = {"bytes": self.written_bytes, "bytes_per_day": round(self.written_bytes / day)}
         if not self.limited:

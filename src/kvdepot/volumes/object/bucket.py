@@ -1,6 +1,6 @@
-"""Requests to a bucket or a shared folder, through obstore. They are counted and end in time.
+"""Requests to a bucket or a shared folder through obstore, counted and with timeouts.
 
-Errors have the server's code and no text of its answer, which may repeat the credentials.
+Errors have the server's status code and not the text of its answer, which may contain credentials.
 """
 
 import configparser
@@ -40,7 +40,7 @@ Answer = TypeVar("Answer")
 
 
 class BucketError(Exception):
-    """A request failed. `reason` is short and holds nothing secret."""
+    """A request failed. `reason` is a short text without secrets."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -48,7 +48,7 @@ class BucketError(Exception):
 
 
 class MissingObjectError(BucketError):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 class ObjectExistsError(BucketError):
@@ -67,7 +67,7 @@ class Requests:
     sent_bytes: int = 0
     received_bytes: int = 0
     meta_gets: int = 0
-    """Those of `gets` that were for manifests, not for blocks."""
+    """The part of `gets` that were for manifests."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, **counts: int) -> None:
@@ -91,7 +91,7 @@ class Listed:
 
 
 class Bucket:
-    """Objects by path. Thread-safe; every call blocks, for the time the client was given."""
+    """Objects by path. Thread-safe. Every call blocks, until the timeout of the client at most."""
 
     def __init__(self, reader: "ObjectStore", writer: "ObjectStore", label: str) -> None:
         import obstore
@@ -103,7 +103,7 @@ class Bucket:
         self.requests = Requests()
 
     def create(self, path: str, body: bytes | Sequence[memoryview]) -> None:
-        """Write an object that is not there yet. Parts of a body are sent from where they are."""
+        """Write a new object; ObjectExistsError if it exists. Parts of a body are sent in place."""
         self._put(path, body, mode="create")
 
     def overwrite(self, path: str, body: bytes) -> None:
@@ -122,7 +122,7 @@ class Bucket:
         return body
 
     def get_range(self, path: str, start: int, stop: int) -> memoryview:
-        """A part of an object; shorter if the object ends before `stop`."""
+        """Read a part of an object; shorter if the object ends before `stop`."""
         get = partial(self._obstore.get_range, self._reader, path, start=start, end=stop)
         body = memoryview(self._ask(get, gets=1))
         self.requests.add(received_bytes=len(body))
@@ -141,11 +141,11 @@ class Bucket:
         ]
 
     def first_path(self, prefix: str | None = None) -> str | None:
-        """Any one of the objects; None: there is none."""
+        """The path of any object; None if there is none."""
 
         def ask() -> str | None:
             pages = self._obstore.list(self._reader, prefix, chunk_size=1)
-            # A prefix that was made as a "folder" has an object without a name.
+            # A prefix that was created as a "folder" has an object with an empty name.
             return next((one["path"] for page in pages for one in page if one["path"]), None)
 
         return self._ask(ask, lists=1)
@@ -159,7 +159,7 @@ class Bucket:
         return [path.rstrip("/").rsplit("/", 1)[-1] for path in found]
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects; those that are gone already are no error."""
+        """Delete objects. Missing ones are ignored."""
         with contextlib.suppress(MissingObjectError):
             self._ask(partial(self._obstore.delete, self._writer, list(paths)), deletes=len(paths))
 
@@ -180,10 +180,10 @@ class Bucket:
 
 
 class FolderBucket(Bucket):
-    """Objects are files below a folder, which `label` names."""
+    """A folder as a bucket: objects are files below `label`."""
 
     def first_path(self, prefix: str | None = None) -> str | None:
-        """A new filesystem is empty: only root may look into its `lost+found`."""
+        """Ignores `lost+found`, which only root may read."""
         if prefix is not None:
             return super().first_path(prefix)
         folder = Path(self.label.split("://", 1)[1])
@@ -204,10 +204,10 @@ def _reason(error: Exception) -> str:
     for pattern in (_CODE, _STATUS):
         found = pattern.search(text)
         if found:
-            return f"the server answers {found.group(1)}"
+            return f"the server answered {found.group(1)}"
     lowered = text.lower()
     if "timeout" in lowered or "timed out" in lowered:
-        return "the server does not answer in time"
+        return "the server did not answer in time"
     if "connect" in lowered:
         return "the server cannot be reached"
     if "credential" in lowered or "token" in lowered:
@@ -216,7 +216,7 @@ def _reason(error: Exception) -> str:
 
 
 def open_bucket(config: ObjectConfig) -> Bucket:
-    """The bucket that a configuration names. Sends no request yet."""
+    """The bucket of a configuration. Sends no request."""
     try:
         from obstore.exceptions import BaseError
         from obstore.store import LocalStore, S3Store
@@ -264,7 +264,7 @@ def open_bucket(config: ObjectConfig) -> Bucket:
 
 
 def _credentials(config: ObjectConfig, *, needed: bool) -> dict[str, str]:
-    """The credentials of a profile, if one is named or the environment has none."""
+    """The credentials of a profile, if one is configured or the environment has none."""
     if not (needed or config.profile or config.credentials_file):
         return {}
     file = config.credentials_file or Path.home() / ".aws" / "credentials"
@@ -286,8 +286,8 @@ def _credentials(config: ObjectConfig, *, needed: bool) -> dict[str, str]:
     return {ours: known[theirs] for theirs, ours in _CREDENTIALS.items() if known.get(theirs)}
 
 
-def explain(error: BucketError, config: ObjectConfig) -> ConfigError:
-    """The error for a bucket that could not be opened, with a hint."""
+def refusal(error: BucketError, config: ObjectConfig) -> ConfigError | None:
+    """The error for settings that the server refuses; None if the server may answer later."""
     code = error.reason.rsplit(" ", 1)[-1]
     if code in _DENIED or "credentials" in error.reason:
         return ConfigError(
@@ -298,8 +298,6 @@ def explain(error: BucketError, config: ObjectConfig) -> ConfigError:
         )
     if code in ("NoSuchBucket", "InvalidBucketName", "404"):
         return ConfigError(
-            "object.url", f"{config.url}: there is no such bucket", hint="create it, or correct it"
+            "object.url", f"{config.url}: the bucket does not exist", hint="create it, or change it"
         )
-    return ConfigError(
-        "object.url", f"{config.url}: {error.reason}", hint="check object.endpoint and the network"
-    )
+    return None

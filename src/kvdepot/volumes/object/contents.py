@@ -1,6 +1,6 @@
-"""The content of the bucket as this node knows it: data objects, their records, metadata.
+"""The known contents of a bucket: data objects, their records, metadata.
 
-It is kept in memory, guarded by one lock: lookups and facts never send a request.
+Kept in memory, so that lookups and facts send no requests.
 """
 
 import itertools
@@ -32,14 +32,14 @@ from kvdepot.volumes.records import newest_records
 
 @dataclass(slots=True, eq=False)
 class DataObject:
-    """One object with records, and how many of them are in use here."""
+    """A data object, and its records that are in use here."""
 
     listing: Listing
     owner: str
-    """The writer that may delete it."""
+    """The writer that owns it, and may delete it."""
     slot: int
     order: int
-    """Objects are numbered in the order in which this node found them."""
+    """Number of the object, in the order in which this node found them."""
     live_count: int = 0
     live_bytes: int = 0
 
@@ -62,7 +62,7 @@ class BucketContents:
         self._stamps = stamps
         self.lock = threading.Lock()
         self.objects: dict[str, DataObject] = {}
-        """Keyed by path."""
+        """Data objects by path."""
         self.held_bytes = 0
         self.own_bytes = 0
         self.used_bytes = 0
@@ -73,12 +73,11 @@ class BucketContents:
         self._come: list[DataObject] = []
         self._gone: list[tuple[Array, Array]] = []
         self._learned: list[MetaEntry] = []
-        """Metadata to be reported to the store."""
+        """New metadata for the store."""
 
     def add(self, listing: Listing, owner: str, *, appended: bool = False) -> DataObject | None:
         """Add an object. Its records are reported to the store unless the store `appended` them.
-
-        None: it is known, or there are too many objects.
+        Returns None if it is known, or there are too many objects.
         """
         with self.lock:
             if listing.path in self.objects or len(self._slots) >= SEGMENTS_MAX - 1:
@@ -111,7 +110,7 @@ class BucketContents:
                 known.owner = owner
 
     def drop(self, path: str, *, report: bool = True) -> None:
-        """Forget an object. `report` it to the store with the next call of `take`."""
+        """Remove an object. `report`: the next `take` reports it to the store."""
         with self.lock:
             known = self.objects.pop(path, None)
             if known is None:
@@ -129,7 +128,9 @@ class BucketContents:
         return self._slots.get(segment_of(place))
 
     def tokens(self, key: BlockKey, place: int) -> bytes | None:
-        """Token ids of the record at a place, empty if they are unknown; None: it is not there."""
+        """Token ids of the record at a place, empty if unknown; None if it does
+        not have the key.
+        """
         known, page = self.at(place), page_of(place)
         if known is None:
             return None
@@ -151,7 +152,7 @@ class BucketContents:
         self.used_bytes += nbytes
 
     def segments(self) -> SegmentTable:
-        """Objects, oldest first; those of this writer are sealed: it may release them."""
+        """The objects, oldest first. Those of this writer count as sealed: it may release them."""
         with self.lock:
             return segment_table(
                 (one.order, one.slot, one.live_count, one.live_bytes, one.owner == self.writer)
@@ -166,7 +167,7 @@ class BucketContents:
             return sorted(wanted, key=lambda one: one.order)
 
     def learn(self, entries: Iterable[MetaEntry], *, report: bool) -> bool:
-        """Add metadata. `report` it to the store with the next call of `take`. Returns True if a
+        """Add metadata. `report`: the next `take` reports it to the store. Returns True if a
         tombstone is new.
         """
         removes = False
@@ -183,13 +184,13 @@ class BucketContents:
         return removes
 
     def forget_tombstones(self, kept: Callable[[], Collection[bytes]]) -> None:
-        """Drop all tombstones but `kept`, whose names are in manifests."""
-        with self.lock:  # else one that is published now would be forgotten
+        """Drop all tombstones whose names `kept` does not return."""
+        with self.lock:  # else one that is being published would be dropped
             names, stones = kept(), self._metadata.tombstones
             self._metadata.tombstones = {name: stones[name] for name in stones if name in names}
 
     def standing(self, records: Records) -> Array:
-        """A mask: True for records that no tombstone covers."""
+        """True for records that no tombstone deletes."""
         with self.lock:
             return self._standing(records)
 
@@ -200,7 +201,7 @@ class BucketContents:
         return keep
 
     def take(self, token: int) -> Contents:
-        """Objects added and dropped since the last call, and metadata to be reported."""
+        """Take the objects added and dropped since the last call, and new metadata."""
         with self.lock:
             come, self._come = self._come, []
             gone, self._gone = self._gone, []
@@ -213,7 +214,7 @@ class BucketContents:
         return replace(contents, token=token, metadata=learned)
 
     def _newest(self, come: list[DataObject]) -> Contents:
-        """The newest record of each key that is not removed; they count as in use."""
+        """The newest record of each key that is not removed. Counts them as in use."""
         records = np.concatenate([one.listing.records for one in come])
         places = np.concatenate([one.places for one in come])
         keep = self._standing(records)
@@ -226,6 +227,6 @@ class BucketContents:
 
 
 def span_of(place: int, payload_bytes: int) -> tuple[int, int]:
-    """Start and end of a record in its object."""
+    """Start and end of a record in its object, in bytes."""
     start = page_of(place) * PAGE
     return start, start + record_bytes(payload_bytes)

@@ -8,10 +8,10 @@
     data/WRITER/probe                               used to measure the bucket
 
 WRITER has 16 hexadecimal digits, a number 12. All other objects below `data/` and `meta/` belong to
-other programs, or to depots below this one's prefix. They are never deleted.
+other programs, or to depots with a longer prefix. They are never deleted.
 
 A writer numbers its manifests. One that covers the numbers of others and has a higher generation
-replaces them. So manifests are merged and blocks leave them, and no object is overwritten.
+replaces them. So manifests are merged and records removed without overwriting an object.
 
 A manifest: magic, version, checksum of the rest, bytes of the JSON, rows; the JSON (data objects,
 metadata, token ids); 56 bytes for each record. All little-endian.
@@ -41,7 +41,7 @@ INDEX: Final = "meta/index/"
 DATA: Final = "data/"
 PROBE: Final = "probe"
 KINDS: Final = frozenset({MetaKind.NAMESPACE, MetaKind.TOMBSTONE})
-"""Metadata that a bucket keeps. Other kinds belong to one node."""
+"""Kinds of metadata that a bucket stores. Other kinds belong to one node."""
 _HEADER: Final = struct.Struct("<4sHHQII")
 _MAGIC: Final = b"KVDM"
 ROW: Final = np.dtype(
@@ -54,13 +54,13 @@ _NAME: Final = re.compile(f"{INDEX}({_WRITER.pattern})/" + "-".join([f"({_NUMBER
 _INVALID: Final = (
     ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
 )  # fmt: skip
-"""Exceptions while the fields of a manifest are parsed."""
+"""Exceptions of parsing a malformed manifest."""
 Records = npt.NDArray[Any]
 """Rows of ROW: the records of one data object."""
 
 
 def writer_below(folder: str, path: str) -> str | None:
-    """The writer that an object directly below `meta/alive/` or `meta/writers/` names."""
+    """The writer in the path of an object directly below `meta/alive/` or `meta/writers/`."""
     name = path.removeprefix(folder)
     return name if path.startswith(folder) and _WRITER.fullmatch(name) else None
 
@@ -70,14 +70,14 @@ def data_path(writer: str, number: int) -> str:
 
 
 def writer_of_data(path: str) -> str | None:
-    """The writer of a data object or a probe; None: this program cannot have made it."""
+    """The writer of a data object or a probe; None for objects of other programs."""
     writer, _, name = path.removeprefix(DATA).partition("/")
     known = name == PROBE or _NUMBER.fullmatch(name)
     return writer if path.startswith(DATA) and _WRITER.fullmatch(writer) and known else None
 
 
 class DamagedManifestError(Exception):
-    """Not a manifest, or of a version that this program does not know."""
+    """The manifest is damaged, or of a version that this program does not know."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,10 +89,10 @@ class Listing:
     created_s: int
     records: Records
     tokens: Mapping[int, bytes] = field(default_factory=dict)
-    """Token ids of records, by page, if they are known."""
+    """Known token ids of records, by page."""
 
     def only(self, kept: npt.NDArray[np.bool_]) -> "Listing":
-        """The same object with these of its records."""
+        """The same object with only these records."""
         pages = set(self.records["page"][kept].tolist())
         tokens = {page: ids for page, ids in self.tokens.items() if page in pages}
         return replace(self, records=self.records[kept], tokens=tokens)
@@ -114,7 +114,7 @@ class Manifest:
 
     @classmethod
     def joined(cls, parts: Iterable["Manifest"]) -> "Manifest":
-        """All objects of these manifests, and of their metadata the newest of each name."""
+        """Merge manifests: all objects, and the newest metadata of each name."""
         whole, known = cls(), Metadata()
         for part in parts:
             whole.objects += part.objects
@@ -147,7 +147,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, image: bytes) -> "Manifest":
-        """Raises DamagedManifestError, also if the fields of an intact manifest are invalid."""
+        """Parse a manifest. DamagedManifestError if it is damaged or has invalid fields."""
         if len(image) < _HEADER.size:
             raise DamagedManifestError("it is too short")
         magic, version, _, digest, text_bytes, count = _HEADER.unpack_from(image)
@@ -194,7 +194,7 @@ def _hex(value: bytes | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ManifestName:
-    """The path of a manifest. Shows which manifests it replaces."""
+    """The path of a manifest, which determines the manifests that it replaces."""
 
     writer: str
     first: int
@@ -208,7 +208,7 @@ class ManifestName:
 
     @classmethod
     def parse(cls, path: str) -> "ManifestName | None":
-        """None: it is no manifest."""
+        """Parse a path; None if it is not that of a manifest."""
         found = _NAME.fullmatch(path)
         if found is None:
             return None
@@ -225,7 +225,7 @@ class ManifestName:
 
 
 def in_force(names: Sequence[ManifestName]) -> list[ManifestName]:
-    """The manifests that no other one replaces."""
+    """The manifests that are not replaced by another one."""
     by_writer: dict[str, list[ManifestName]] = {}
     for name in sorted(names, key=lambda one: -one.generation):
         kept = by_writer.setdefault(name.writer, [])

@@ -1,8 +1,7 @@
-"""A writer's own manifests: published together, merged, and rewritten as blocks leave them.
+"""The manifests of this writer: published, merged, and rewritten without dropped objects.
 
 A published manifest is durable, and every node reads it at its next refresh. A data object is
-deleted a grace period after the manifest that lists it was replaced, so that reads under way can
-end.
+deleted a grace period after it left its manifest, so that running reads can end.
 """
 
 import threading
@@ -17,14 +16,14 @@ from kvdepot.volumes.object.contents import BucketContents
 from kvdepot.volumes.object.manifest import Manifest, ManifestName
 
 _MERGED_ROWS: Final = 4096
-"""A manifest with this many rows is not merged with others any more."""
+"""Rows from which a manifest is not merged any more."""
 _SMALL_MAX: Final = 4
-"""There are never more small ones than this."""
+"""Most small manifests; more are merged."""
 
 
 @dataclass(slots=True)
 class Submission:
-    """A manifest that waits to be published, and the result."""
+    """A manifest that waits to be published, and the result of that."""
 
     manifest: Manifest
     done: bool = False
@@ -47,7 +46,7 @@ class Trash:
                 self._due.setdefault(path, due_s)
 
     def keep(self, paths: Iterable[str]) -> None:
-        """Do not delete these objects."""
+        """Remove objects from the trash."""
         with self._lock:
             for path in paths:
                 self._due.pop(path, None)
@@ -76,41 +75,40 @@ class OwnManifests:
     ) -> None:
         self._bucket = bucket
         self._contents = contents
-        self._trash = trash
+        self.trash = trash
         self._tombstone_age_s = tombstone_age_s
         """Age at which tombstones are dropped; 0: never."""
         self._lock = threading.Lock()
         """Held while a manifest is written."""
         self._queue_lock = threading.Lock()
-        """Over the three that follow; held for an instant."""
+        """Guards the three fields below; held briefly."""
         self._queue: list[Submission] = []
         self._described: dict[bytes, MetaEntry] = {}
-        """Descriptions of namespaces that go out with the next manifest, by tag."""
+        """Descriptions of namespaces to publish with the next manifest, by tag."""
         self._dropped: set[str] = set()
-        """Data objects that are to leave their manifests, and then the bucket."""
+        """Data objects to remove from their manifests, and then from the bucket."""
         self.in_force: dict[ManifestName, Manifest] = {}
-        """Changed only with `_lock`. A new manifest is added before those that it replaces go."""
+        """The manifests in force. Changed only with `_lock`. A new manifest is added before those
+        that it replaces are removed."""
         self._number = 0
         self._generation = 0
         self._dirty: set[ManifestName] = set()
         self.on_published: Callable[[], object] = bool
-        """Called after each manifest that was written."""
+        """Called after each written manifest."""
 
     def names(self) -> tuple[list[ManifestName], int]:
-        """All manifests in force, and the last generation used. Waits for one that is being
-        written.
-        """
+        """The manifests in force, and the last generation. Waits for one that is being written."""
         with self._lock:
             return list(self.in_force), self._generation
 
     def metadata(self) -> Manifest:
-        """Published metadata, and metadata that waits to be published. Does not block."""
+        """Metadata that is published or waits to be. Does not block."""
         with self._queue_lock:
-            waiting = list(self._described.values())  # before the manifests, which they move to
+            waiting = list(self._described.values())  # first, because they move to the manifests
         return Manifest.joined([*list(self.in_force.values()), Manifest(metadata=waiting)])
 
     def publish(self, manifest: Manifest) -> None:
-        """Write a manifest, together with those of other threads. Raises BucketError."""
+        """Write a manifest, merged with those of other threads. Blocks. Raises BucketError."""
         submission = Submission(manifest)
         with self._queue_lock:
             self._queue.append(submission)
@@ -140,14 +138,14 @@ class OwnManifests:
             self._dropped.add(path)
 
     def forget(self, names: Iterable[ManifestName]) -> list[str]:
-        """Forget manifests that others have deleted. Returns the paths of their data objects."""
+        """Remove manifests that others have deleted. Returns the paths of their data objects."""
         with self._lock:
             gone = [self.in_force.pop(name) for name in names if name in self.in_force]
             self._dirty &= self.in_force.keys()
         return [path for manifest in gone for path in manifest.paths]
 
     def recheck(self) -> None:
-        """Write manifests again that list removed records, at the next `rewrite`."""
+        """Mark manifests with removed records for the next `rewrite`."""
         with self._lock:
             for name, manifest in self.in_force.items():
                 if any(not self._contents.standing(one.records).all() for one in manifest.objects):
@@ -171,7 +169,7 @@ class OwnManifests:
                 self._replace([name], dropped, now_s)
             with self._queue_lock:
                 self._dropped -= dropped
-        self._trash.add(dropped)
+        self.trash.add(dropped)
 
     def _write_batch(self, batch: Sequence[Submission]) -> None:
         with self._queue_lock:
@@ -179,7 +177,7 @@ class OwnManifests:
         parts = [Manifest(metadata=list(described.values())), *(one.manifest for one in batch)]
         manifest, error = Manifest.joined(parts), None
         try:
-            if len(manifest):  # else another one has taken the descriptions along
+            if len(manifest):  # else the descriptions were published already
                 self._write(manifest)
         except BucketError as failure:
             error = failure
@@ -197,7 +195,7 @@ class OwnManifests:
         small = self._small_tail()
         if len(small) < _SMALL_MAX - 1:
             self._create(self._number, self._number, manifest)
-        else:  # no request more than without merging
+        else:  # merging costs no further request
             self._replace(small, set(), 0.0, manifest)
 
     def _small_tail(self) -> list[ManifestName]:
@@ -215,7 +213,7 @@ class OwnManifests:
         now_s: float,
         more: Manifest | None = None,
     ) -> None:
-        """Write one manifest, with `more` in it, in place of several."""
+        """Replace several manifests by one, which also contains `more`."""
         old = Manifest.joined(
             [*(self.in_force[name] for name in sorted(names)), more or Manifest()]
         )
@@ -233,7 +231,7 @@ class OwnManifests:
         if len(manifest):
             first, last = min(name.first for name in names), max(name.last for name in names)
             self._create(first, last if more is None else self._number, manifest)
-            self._trash.add(name.path for name in names)
+            self.trash.add(name.path for name in names)
         else:
             self._bucket.delete([name.path for name in names])
         for name in names:

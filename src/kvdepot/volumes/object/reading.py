@@ -1,7 +1,7 @@
-"""Reads of records: planned as few large ranges, fetched in parallel, verified, handed over.
+"""Reads records as few large ranges, fetched in parallel, and verifies them.
 
-Records are fetched whole, also if a range of the payload is wanted: it is verified as a whole.
-After its deadline a read touches no memory of the caller any more, whatever the network does.
+Records are fetched and verified whole, even if only a range of the payload is wanted. After its
+deadline a read does not write to the caller's memory any more.
 """
 
 import threading
@@ -30,9 +30,9 @@ from kvdepot.volumes.records import deliver
 
 _PIECE_BYTES: Final = (1 << 20, 8 << 20)
 """Smallest and largest request. Requests begin and end at multiples of their size, because servers
-keep objects in chunks of such sizes."""
+store objects in chunks of such sizes."""
 _GAP_BYTES: Final = 64 << 10
-"""Ranges that lie nearer than this are fetched as one."""
+"""Ranges with a smaller gap are fetched in one request."""
 _PROBE_BYTES: Final = 1 << 20
 _SMALL_BYTES: Final = 4096
 _SMALL_READS: Final = 3
@@ -69,18 +69,18 @@ class RangeReader:
         self.pool = ThreadPoolExecutor(parallel, thread_name_prefix="kvdepot-object-fetch")
 
     def read(self, reads: Array, priority: Priority, timeout_s: float) -> "RangeReads":
-        """Queue requests behind those of other calls: there are always `parallel` under way."""
-        del priority  # requests are served in turn
+        """Queue requests after those of other calls. `parallel` of them run at a time."""
+        del priority  # requests are served in order
         return RangeReads(self, reads, timeout_s)
 
     def close(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
 
     def measure(self, wall: Clock) -> Profile | None:
-        """Measure the speed of the bucket: put a probe object, read it with `parallel` requests at
-        once, and delete it. None: the bucket did not answer, or no time passed.
+        """Measure the speed of the bucket: write a probe object, read it with `parallel` requests,
+        and delete it. None: the bucket did not answer, or no time passed.
 
-        If this process dies meanwhile, other nodes collect the probe as garbage of a dead writer.
+        If this process ends meanwhile, other nodes delete the probe as garbage.
         """
         path, now, bucket = f"{DATA}{self.contents.writer}/{PROBE}", self.clock.now, self.bucket
 
@@ -103,7 +103,7 @@ class RangeReader:
             return None
         if min(latency_s, alone_s, together_s) <= 0:
             return None
-        # A load waits for its first byte once, whatever its size.
+        # A load waits for its first byte only once.
         moving_s = max(together_s - latency_s, together_s / 2)
         return Profile(
             read_bytes_per_s=int(self.parallel * _PROBE_BYTES / moving_s),
@@ -128,14 +128,14 @@ class RangeReads:
         self._deadline_s = reader.clock.now() + timeout_s
         self._outcomes: Outcomes = np.full(len(reads), Outcome.FAILED, np.uint8)
         self._parts_left: dict[int, int] = {}
-        """For records that need several requests: how many have not been answered."""
+        """Number of unanswered requests of records that need several."""
         self._changed = threading.Condition()
-        """Guards the fields below; held for an instant."""
+        """Guards the fields below; held briefly."""
         self._calls: list[Callable[[], None]] = []
         self._writing = 0
-        """Requests that write to memory of the caller."""
+        """Number of requests that are writing to the caller's memory."""
         self._abandoned = threading.Event()
-        """The caller has gone on: its memory must not be written to any more."""
+        """Set at the deadline: the caller's memory must not be written to any more."""
         requests = self._plan() if len(reads) and reader.breaker.closed else []
         for request in requests:
             self._outcomes[request.indexes] = Outcome.LATE
@@ -152,7 +152,7 @@ class RangeReads:
         call()
 
     def result(self) -> Outcomes:
-        """Requests that have not been answered at the deadline are ignored."""
+        """Ignores requests that were not answered before the deadline."""
         reader = self._reader
         with self._changed:
             left_s = max(0.0, self._deadline_s - reader.clock.now())
@@ -169,12 +169,12 @@ class RangeReads:
         return False
 
     def released(self, timeout_s: float) -> bool:
-        """True: reads do not touch their images after `result`."""
+        """Always True: nothing is written to images after `result`."""
         del timeout_s
         return True
 
     def _plan(self) -> list[RangeRequest]:
-        """Ranges to fetch: records that lie together in pieces that all requests share evenly."""
+        """Plan the requests: adjacent records together, in pieces of about equal size."""
         wanted: list[tuple[int, int, int, DataObject]] = []
         for index, read in enumerate(self._reads):
             source = self._reader.contents.at(int(read["place"]))
@@ -211,7 +211,9 @@ class RangeReads:
             self._outcomes[index] = Outcome.OK
 
     def _cut(self, run: RangeRequest, piece_bytes: int) -> list[RangeRequest]:
-        """Requests for a run of records; all but small rests end at multiples of their size."""
+        """Split a range into requests that end at multiples of their size,
+        except for small rests.
+        """
         rest = piece_bytes // 4
         first = -(-(run.start + rest) // piece_bytes) * piece_bytes
         ends = [*range(first, run.stop - rest + 1, piece_bytes), run.stop]
@@ -233,7 +235,7 @@ class RangeReads:
         return pieces
 
     def _fetch(self, request: RangeRequest) -> None:
-        """Send one request and hand over what it brings. Runs in a thread of the pool."""
+        """Send a request and write its records to their images. Runs in a thread of the pool."""
         if self._abandoned.is_set():
             return
         reader = self._reader
@@ -278,18 +280,18 @@ class RangeReads:
                 self._outcomes[index] = deliver(view_at(int(read["image"]), nbytes).data, read)
 
     def _is_whole(self, index: int) -> bool:
-        """Count a part of a record. True: it was the last one."""
+        """Count an answered part of a record. True: it was the last one."""
         with self._changed:
             self._parts_left[index] -= 1
             return not self._parts_left[index]
 
     def _part(self, body: memoryview, request: RangeRequest, index: int) -> memoryview:
-        """The part of a record that a request has brought."""
+        """The part of a record in the answer to a request."""
         start, stop = self._span(index)
         return body[max(0, start - request.start) : stop - request.start]
 
     def _copy_part(self, part: memoryview, request: RangeRequest, index: int) -> bool:
-        """Write a part of a record to its place. False: it is too short."""
+        """Copy a part of a record to its image. False: it is too short."""
         start, stop = self._span(index)
         first, last = max(start, request.start), min(stop, request.stop)
         if len(part) != last - first:

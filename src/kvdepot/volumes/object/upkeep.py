@@ -1,8 +1,8 @@
-"""The background work on a bucket: read new manifests, show that this node lives, take over objects
-of writers that ended, drop old objects, collect garbage.
+"""The background work on a bucket: read new manifests, write signs of life, adopt objects of dead
+writers, drop old objects, delete garbage.
 
-No clock is compared with another node's: a writer is dead when its sign of life has not changed
-for a grace period of this node's own clock.
+Clocks of nodes are not compared: a writer is dead if its sign of life has not changed for a grace
+period of this node's clock.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from kvdepot.config.settings import ObjectConfig
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.core.volume import Change, VolumeContext
-from kvdepot.errors import FormatError
+from kvdepot.errors import FormatError, KVDepotError
 from kvdepot.io.breaker import Breaker
 from kvdepot.volumes.object.bucket import (
     Bucket,
@@ -26,6 +26,7 @@ from kvdepot.volumes.object.bucket import (
     Listed,
     MissingObjectError,
     ObjectExistsError,
+    refusal,
 )
 from kvdepot.volumes.object.contents import BucketContents
 from kvdepot.volumes.object.manifest import (
@@ -44,10 +45,14 @@ from kvdepot.volumes.object.manifest import (
 from kvdepot.volumes.object.publishing import OwnManifests, Trash
 
 _DOUBTS: Final = 2
-"""Own data objects are looked for in two rounds: a block that was being written at the first one is
-not in its listing."""
+"""Rounds in which missing own data objects are looked for: an object that was being written in the
+first one is not in its listing."""
 _SIGNS: Final = 3
-"""Signs of life in a grace period."""
+"""Signs of life per grace period."""
+_START_S: Final = 3.0
+"""A store that opens waits this long for the first answer."""
+_START_AGAIN_S: Final = 2.0
+"""The longest pause between attempts to read the bucket for the first time."""
 _LOOK_S: Final = 0.25
 """The least time between two requested refreshes."""
 _log = RateLimitedLog("kvdepot.store")
@@ -55,31 +60,31 @@ _events = logging.getLogger("kvdepot.store")
 
 
 class Writers:
-    """The writers of a bucket that live. Used by one thread; `living` by any."""
+    """Tracks the living writers of a bucket. Used by one thread; any may call `living`."""
 
     def __init__(self, bucket: Bucket, name: str, context: VolumeContext, grace_s: float) -> None:
-        """`name` is this writer's own."""
+        """`name` is that of this writer."""
         self.name = name
         self._bucket = bucket
         self._clock = context.clock
         self._wall = context.wall
         self._grace_s = grace_s
         self._signs: dict[str, tuple[str, float]] = {}
-        """The sign of life of each writer, and since when it is the same."""
+        """The sign of life of each writer, and the time of its last change."""
         self.marked: set[str] = set()
-        """Writers that may have data objects, by the last listing."""
+        """Writers that may have data objects, from the last listing."""
         self._signed_s = float("-inf")
 
     @property
     def seen(self) -> set[str]:
-        """Writers with a sign of life, however old."""
+        """Writers with a sign of life of any age."""
         return set(self._signs)
 
     def watch(self, listed: Iterable[Listed]) -> set[str]:
         """Read the signs of life in a listing. Returns the writers whose sign is new."""
         signs = {writer: one.version for one in listed if (writer := writer_below(ALIVE, one.path))}
         self.marked = {writer for one in listed if (writer := writer_below(WRITERS, one.path))}
-        if self.name not in signs:  # this node was taken for dead
+        if self.name not in signs:  # others have declared this node dead
             self._signed_s = float("-inf")
         before, now_s = self._signs, self._clock.now()
         fresh = {name for name, version in signs.items() if before.get(name, ("",))[0] != version}
@@ -90,7 +95,7 @@ class Writers:
         return fresh
 
     def living(self) -> set[str]:
-        """Writers that live; this one always does."""
+        """The living writers, including this one."""
         oldest_s = self._clock.now() - self._grace_s
         return {self.name} | {one for one, (_, since) in self._signs.items() if since > oldest_s}
 
@@ -102,8 +107,8 @@ class Writers:
             self._signed_s = now_s
 
     def mark(self) -> None:
-        """Mark this writer as one that may have data objects: objects of writers without a mark are
-        never deleted. Raises BucketError.
+        """Mark this writer as one that may have data objects. Others only delete objects of marked
+        writers. Raises BucketError.
         """
         if self.name not in self.marked:
             self._bucket.overwrite(WRITERS + self.name, b"")
@@ -112,8 +117,8 @@ class Writers:
 
 @dataclass(slots=True, eq=False)
 class OtherManifests:
-    """The manifests of the other writers: read, and taken over if their writer has ended. Used by
-    one thread; any thread may read `known`.
+    """Reads the manifests of other writers, and adopts those of dead writers. Used by one thread;
+    any thread may read `known`.
     """
 
     bucket: Bucket
@@ -127,7 +132,7 @@ class OtherManifests:
 
     def read(self, names: Iterable[ManifestName], living: set[str]) -> None:
         """Fetch new manifests, add their objects, and drop objects that are not listed any more.
-        `living` writers have given a sign of life and are not taken over. Raises BucketError.
+        Manifests of `living` writers are not adopted. Raises BucketError.
         """
         self._adopted -= living
         self.listed = list(names)
@@ -162,7 +167,7 @@ class OtherManifests:
         return [one for manifest in list(self.known.values()) for one in manifest.metadata]
 
     def _get(self, name: ManifestName) -> Manifest | None:
-        """A manifest; None: it was replaced meanwhile. One that is damaged counts as empty."""
+        """Fetch a manifest; None if it was replaced meanwhile. A damaged one counts as empty."""
         try:
             return Manifest.parse(self.bucket.get(name.path))
         except DamagedManifestError as error:
@@ -172,8 +177,8 @@ class OtherManifests:
             return None
 
     def adopt(self, writers: Writers) -> bool:
-        """Take over the objects of writers that ended, if this node is their heir. True: there was
-        such a writer. Raises BucketError.
+        """Adopt the objects of dead writers, if this node is their heir. True if there were any.
+        Raises BucketError.
         """
         living = writers.living()
         left = {name.writer for name in self.listed} | writers.seen
@@ -195,7 +200,7 @@ class OtherManifests:
             self.trash.add(name.path for name in self.listed if name.writer == writer)
             if writer in writers.seen:
                 self.bucket.delete([ALIVE + writer])
-            _events.info("object: %d objects of a writer that ended are taken over", len(paths))
+            _events.info("object: adopted %d objects of a dead writer", len(paths))
         return bool(dead)
 
 
@@ -208,13 +213,13 @@ class LostObjects:
     own: OwnManifests
     others: OtherManifests
     _missing: set[ManifestName] = field(default_factory=set)
-    """Own manifests that the last listing did not have."""
+    """Own manifests that were missing in the last listing."""
     _doubts: int = 0
-    """Rounds in which own data objects are still to be looked for."""
+    """Further rounds in which own data objects are looked for."""
 
     def notice(self, paths: set[str], own: Collection[ManifestName]) -> None:
-        """Look for `own` manifests in a listing that was made while they were in force. Those that
-        two listings in a row do not have were deleted by others.
+        """Look for `own` manifests in a listing made while they were in force. Those missing in two
+        listings in a row were deleted by others.
         """
         expected = {FORMAT_PATH, ALIVE + self.contents.writer, *(name.path for name in own)}
         if not expected <= paths:
@@ -229,12 +234,12 @@ class LostObjects:
             else:
                 self.contents.drop(path)
         if lost:
-            _events.warning("object: %d manifests of this node are gone from the bucket", len(lost))
+            _events.warning("object: others have deleted %d manifests of this node", len(lost))
 
     def look_for_objects(self) -> None:
         """Drop own data objects that are no longer in the bucket. Raises BucketError.
 
-        Manifests alone do not show it: one that was merged since the bucket was emptied is there.
+        Manifests do not show it: after the bucket was emptied a merged one may have been written.
         """
         if not self._doubts:
             return
@@ -257,11 +262,11 @@ class Garbage:
     trash: Trash
     """Garbage that waits to be deleted."""
     is_due: bool = True
-    """A writer has ended since the last look."""
+    """True if a writer has died since the last check."""
 
     def collect(self, listed: Iterable[ManifestName]) -> None:
-        """Look for garbage if that is due, and delete objects that have been garbage for a grace
-        period. `listed`: the manifests of others. Raises BucketError.
+        """Look for garbage if that is due, and delete garbage that is older than a grace period.
+        `listed`: the manifests of others. Raises BucketError.
         """
         if self.is_due:
             self.is_due = False
@@ -270,8 +275,8 @@ class Garbage:
         self.trash.empty(self.bucket)
 
     def _look(self, listed: Iterable[ManifestName]) -> None:
-        """Find objects of dead writers that our manifests, marks or signs of life name. Objects of
-        other programs stay.
+        """Find objects of dead writers that are known by manifests, marks or signs of life. Objects
+        of other programs are ignored.
         """
         with self.contents.lock:
             named = {writer_of_data(path) for path in self.contents.objects}
@@ -290,8 +295,17 @@ class Garbage:
             self.bucket.delete(unneeded)
 
 
+@dataclass(slots=True, eq=False)
+class FirstLook:
+    """The first time that the bucket is read."""
+
+    tried: threading.Event = field(default_factory=threading.Event)
+    refusal: KVDepotError | None = None
+    is_done: bool = False
+
+
 class BucketUpkeep:
-    """The background thread of one node. Its parts are run in turn."""
+    """The background thread of one node, which runs all parts in turn."""
 
     def __init__(
         self,
@@ -308,23 +322,70 @@ class BucketUpkeep:
         self._breaker = breaker
         self._context = context
         clock, grace_s = context.clock, config.grace
-        self.trash = Trash(clock, grace_s)
-        self.manifests = OwnManifests(bucket, contents, self.trash, 2 * config.max_age)
+        trash = Trash(clock, grace_s)
+        self.manifests = OwnManifests(bucket, contents, trash, 2 * config.max_age)
         self.writers = Writers(bucket, contents.writer, context, grace_s)
-        self.others = OtherManifests(bucket, contents, self.manifests, self.trash, pool)
+        self.others = OtherManifests(bucket, contents, self.manifests, trash, pool)
         self._lost = LostObjects(bucket, contents, self.manifests, self.others)
         self._garbage = Garbage(bucket, contents, self.writers, Trash(clock, grace_s))
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._looked_s = float("-inf")
         self._turn = threading.Lock()
+        self._first = FirstLook()
         self._thread = threading.Thread(target=self._run, name="kvdepot-object", daemon=True)
 
-    def start(self) -> None:
-        """Read the bucket for the first time, then continue in the background.
+    @property
+    def trash(self) -> Trash:
+        return self.manifests.trash
 
-        Raises BucketError, and FormatError if it has another format, or is not a depot.
+    @property
+    def begun(self) -> bool:
+        """True if the bucket is a depot and was read once: it may be written to."""
+        return self._first.is_done
+
+    def start(self) -> None:
+        """Start the thread, and wait until it has read the bucket for the first time. If the server
+        does not answer within _START_S, the volume is down and the thread tries again.
+
+        Raises ConfigError if the server refuses the settings, and FormatError if the bucket has
+        another format or is not a depot.
         """
+        self._thread.start()
+        answered = self._first.tried.wait(_START_S)
+        if self._first.refusal is not None:
+            self._thread.join()
+            raise self._first.refusal
+        if not answered:
+            self._breaker.failed("the server does not answer", at_once=True)
+
+    def _begin(self) -> bool:
+        """Read the bucket for the first time, as often as it takes. False: closed, or refused."""
+        while not self._stop.is_set():
+            self._breaker.allows()  # a pause that is over becomes an attempt; none is waited for
+            try:
+                self._look_first()
+            except (BucketError, FormatError) as error:
+                fatal: KVDepotError | None = (
+                    refusal(error, self._config) if isinstance(error, BucketError) else error
+                )
+                if fatal is not None and not self._first.tried.is_set():
+                    self._first.refusal = fatal
+                    self._first.tried.set()
+                    return False
+                self._breaker.failed(str(error), at_once=True)
+            else:
+                self._first.is_done = True
+                self._breaker.succeeded()
+                if self._first.tried.is_set():
+                    self._context.on_change(Change.CONTENTS)
+                self._first.tried.set()
+                return True
+            self._first.tried.set()
+            self._stop.wait(min(_START_AGAIN_S, self._breaker.health().retry_in_s))
+        return False
+
+    def _look_first(self) -> None:
         listed = self._bucket.list_all("meta/")
         paths = {one.path for one in listed}
         if FORMAT_PATH not in paths:
@@ -336,7 +397,6 @@ class BucketUpkeep:
         if self._context.writable:
             self.writers.mark()
             self.others.adopt(self.writers)
-        self._thread.start()
 
     def request_refresh(self) -> None:
         """Read the bucket soon, because another node may have changed it. Does not block."""
@@ -347,21 +407,21 @@ class BucketUpkeep:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        if self._context.writable and self._breaker.closed:
+        if self._context.writable and self.begun and self._breaker.closed:
             try:
                 self.manifests.publish_descriptions()
                 self.manifests.rewrite(self._context.wall.now())
                 self._bucket.delete([ALIVE + self._contents.writer])
             except BucketError as error:
-                _log.warning("object: the last manifests were not written: %s", error.reason)
+                _log.warning("object: could not write the last manifests: %s", error.reason)
 
     def metadata(self) -> list[MetaEntry]:
-        """Tombstones and descriptions of namespaces: published, or about to be."""
+        """Tombstones and descriptions of namespaces that are published or will be."""
         others = Manifest(metadata=self.others.metadata())
         return Manifest.joined([self.manifests.metadata(), others]).metadata
 
     def step(self) -> None:
-        """One round. Raises BucketError."""
+        """Run one round of all background work. Raises BucketError."""
         with self._turn:
             self.refresh()
             if not self._context.writable:
@@ -384,7 +444,7 @@ class BucketUpkeep:
         if listed is None:
             listed = self._bucket.list_all("meta/")
         paths = {one.path for one in listed}
-        if FORMAT_PATH not in paths and self._context.writable and self._thread.is_alive():
+        if FORMAT_PATH not in paths and self._context.writable and self.begun:
             check_format(self._bucket, paths, writable=True)
         fresh = self.writers.watch(listed)
         self._lost.notice(paths, own)
@@ -393,11 +453,11 @@ class BucketUpkeep:
         strays = [one for one in names if one.writer == self.writers.name and one not in own]
         self.trash.add(name.path for name in strays if name.generation <= generation)
         self.others.read([one for one in names if one.writer != self.writers.name], fresh)
-        if self._thread.is_alive():
+        if self.begun:
             self._context.on_change(Change.CONTENTS)
 
     def _expire(self) -> None:
-        """Drop objects that are too old, or above this writer's share of the capacity."""
+        """Drop own objects that are too old, or exceed this writer's share of the capacity."""
         now_s, config, capacity = (
             self._context.wall.now(), self._config, self._contents.capacity_bytes
         )  # fmt: skip
@@ -410,6 +470,8 @@ class BucketUpkeep:
                 self.manifests.drop(one.path)
 
     def _run(self) -> None:
+        if not self._begin():
+            return
         pause_s = self._config.refresh_s
         due_s = self._context.clock.now() + pause_s
         while self._pause(pause_s):
@@ -434,7 +496,7 @@ class BucketUpkeep:
                 self._breaker.succeeded()
 
     def _pause(self, pause_s: float) -> bool:
-        """Wait for the next round or a requested refresh. False: the volume is closed."""
+        """Wait for the next round or a requested refresh. False: the volume was closed."""
         if not self._stop.is_set() and self._wake.wait(pause_s):
             since_s = self._context.clock.now() - self._looked_s
             self._stop.wait(max(0.0, min(_LOOK_S, self._config.refresh_s) - max(0.0, since_s)))
@@ -442,12 +504,12 @@ class BucketUpkeep:
 
 
 def refuse_others(bucket: Bucket) -> None:
-    """Raises FormatError if there is no depot and other programs have objects here."""
+    """Raise FormatError if there is no depot and other programs have objects here."""
     found = bucket.first_path()
     if found is None:
         return
     try:
-        bucket.get(FORMAT_PATH)  # another node may have made it since
+        bucket.get(FORMAT_PATH)  # another node may have created it since
     except MissingObjectError:
         raise FormatError(
             bucket.label,
@@ -458,10 +520,10 @@ def refuse_others(bucket: Bucket) -> None:
 
 
 def check_format(bucket: Bucket, paths: set[str], *, writable: bool) -> None:
-    """Check the format of a depot, or make the bucket a depot. Raises FormatError.
+    """Check the format of a depot, or create a depot. Raises FormatError.
 
-    `paths`: the listed objects. A listing comes first because some servers make a missing bucket
-    when an object is written to it, while a listing fails.
+    `paths`: the listed objects. The bucket must be listed first, which fails if it does not exist:
+    some servers create a missing bucket when an object is written.
     """
     if FORMAT_PATH not in paths:
         if not writable:
@@ -493,5 +555,5 @@ def check_format(bucket: Bucket, paths: set[str], *, writable: bool) -> None:
 
 
 def _heir(writer: str, living: Iterable[str]) -> str:
-    """The writer that takes over. Nodes that see the same writers choose the same one."""
+    """The writer that adopts the objects of a dead one. All nodes with the same view agree."""
     return max(living, key=lambda one: hashlib.blake2b(f"{writer} {one}".encode()).digest())

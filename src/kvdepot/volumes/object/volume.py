@@ -1,8 +1,8 @@
-"""A bucket prefix or a shared folder, which several nodes share: records in immutable objects.
+"""A bucket prefix or folder that several nodes share, with records in immutable objects.
 
-Each writer has its own data objects and manifests; every node reads those of all. A record is
-durable and published when `append` returns its place. Lookups and facts are answered from memory;
-append, read, tombstones and the background thread (upkeep.py) send requests.
+Each writer has its own data objects and manifests; every node reads those of all writers. A record
+is durable and published when `append` returns its place. Lookups and facts send no requests;
+appends, reads, tombstones and the background thread (upkeep.py) do.
 """
 
 import secrets
@@ -36,7 +36,6 @@ from kvdepot.volumes.object.bucket import (
     Bucket,
     BucketError,
     ObjectExistsError,
-    explain,
     open_bucket,
 )
 from kvdepot.volumes.object.contents import BucketContents
@@ -48,7 +47,7 @@ _RECORD_BYTES_MAX: Final = 4 << 30
 _WRITERS_MAX: Final = 8
 _LOOK_S: Final = 3600.0
 _USD: Final = (0.005 / 1000, 0.0004 / 1000)
-"""Price of a request at Amazon (us-east-1): to write or list, to read."""
+"""Prices of requests at Amazon (us-east-1): for writes and lists, and for reads."""
 _log = RateLimitedLog("kvdepot.store")
 
 
@@ -58,8 +57,8 @@ class BucketVolume:
     def __init__(
         self, config: ObjectConfig, context: VolumeContext, bucket: Bucket | None = None
     ) -> None:
-        """Raises ConfigError if the bucket cannot be used, FormatError if it has another format or
-        is not a depot.
+        """Raises ConfigError if the server refuses the settings, FormatError if the bucket has
+        another format or is not a depot. If the server does not answer, the volume is down.
         """
         self._config = config
         self._context = context
@@ -82,7 +81,7 @@ class BucketVolume:
         self._lock = threading.Lock()
         self._number = 0
         self._reserved_bytes = 0
-        """Records that are being uploaded."""
+        """Bytes of records that are being uploaded."""
         self._writes = 0
         self._may_write = context.writable
         self._closed = False
@@ -90,14 +89,11 @@ class BucketVolume:
         self.discard, self.segments = self._contents.discard, self._contents.segments
         try:
             self.upkeep.start()
-            if context.writable and config.is_measured:
-                self._reader.meter.profile = self._reader.measure(context.wall)
-        except BucketError as error:
-            self._reader.close()
-            raise explain(error, config) from None
         except KVDepotError:
             self._reader.close()
             raise
+        if context.writable and config.is_measured and self.upkeep.begun:
+            self._reader.meter.profile = self._reader.measure(context.wall)
 
     def facts(self, *, details: bool = False) -> VolumeFacts:
         health, meter = self._breaker.health(), self._reader.meter
@@ -130,15 +126,15 @@ class BucketVolume:
         )
 
     def append(self, records: Array, purpose: Purpose = Purpose.BLOCK) -> Ints:
-        del purpose  # no segment is kept back
+        del purpose  # no segment is reserved
         places = np.full(len(records), NO_PLACE, np.int64)
         for group, nbytes in self._groups(record_sizes(records["payload_bytes"]).tolist()):
             try:
-                if self._may_write and self._breaker.allows():
+                if self._may_write and self.upkeep.begun and self._breaker.allows():
                     places[group] = self._upload(records[group])
                     self._breaker.succeeded()
             except ObjectExistsError:
-                pass  # another writer has this name: the number was used
+                pass  # not stored: the next append uses another number
             except BucketError as error:
                 self._breaker.failed(error.reason, at_once=True)
             finally:
@@ -148,7 +144,7 @@ class BucketVolume:
         return places
 
     def _groups(self, sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-        """Groups of records that have room and go into one object, with their bytes. Reserves the
+        """Group the records for which there is room into objects, with their bytes. Reserves the
         room.
         """
         group: list[int] = []
@@ -190,7 +186,7 @@ class BucketVolume:
         try:
             self._bucket.create(path, images)
         except BucketError:
-            self.upkeep.trash.add([path])  # it may have been stored all the same
+            self.upkeep.trash.add([path])  # the server may have stored it in spite of the error
             raise
         created_s = int(self._context.wall.now())
         listing = Listing(path, int(sizes.sum()), created_s, rows, tokens)
@@ -207,7 +203,9 @@ class BucketVolume:
         return added.places
 
     def release(self, segment: int) -> bool:
-        """Free an object. Other nodes may read it for a grace period still; this one does not."""
+        """Drop an object. Other nodes may read it for a grace period; this one
+        does not any more.
+        """
         one = self._contents.at(pack_place(segment, 0))
         if one is not None:
             self._contents.drop(one.path, report=False)
@@ -216,7 +214,7 @@ class BucketVolume:
 
     def put_meta(self, entries: Sequence[MetaEntry]) -> bool:
         """Publish tombstones at once, and descriptions of namespaces with the next manifest. Other
-        kinds are not kept: they belong to one node.
+        kinds are ignored: they belong to one node.
         """
         if not self._context.writable:
             return False
@@ -230,7 +228,7 @@ class BucketVolume:
         stones = [entry for entry in entries if Tombstone.parse(entry) is not None]
         if not stones:
             return True
-        if not self._breaker.allows():
+        if not self.upkeep.begun or not self._breaker.allows():
             return False
         try:
             manifests.publish(Manifest(metadata=stones))
@@ -243,7 +241,7 @@ class BucketVolume:
         return True
 
     def sync(self, timeout_s: float) -> bool:
-        """Records are durable when `append` returns."""
+        """Does nothing: records are durable when `append` returns. False if the bucket is down."""
         del timeout_s
         return self._breaker.closed
 
@@ -259,7 +257,7 @@ class BucketVolume:
             self._contents.capacity_bytes = capacity_bytes
 
     def maintain(self, is_quiet: Callable[[], bool]) -> float:
-        del is_quiet  # upkeep has a thread: it waits for the network
+        del is_quiet  # upkeep has its own thread, which waits for the network
         return _LOOK_S
 
     def close(self) -> None:
@@ -295,7 +293,7 @@ class BucketVolume:
 
     def _changed(self, reason: str) -> None:
         if reason:
-            _log.warning("object: the bucket is left alone for a while: %s", reason)
+            _log.warning("object: the bucket is down and will be retried: %s", reason)
         else:
             _log.info("object: the bucket works again")
         self._context.on_change(Change.STATE)
