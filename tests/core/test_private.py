@@ -58,7 +58,7 @@ def test_a_link_is_not_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UnsafePathError, match="symbolic link"):
         make_private_folder(tmp_path / "kv")
     (tmp_path / "file").touch()
-    with pytest.raises(UnsafePathError, match="no folder"):
+    with pytest.raises(UnsafePathError, match="not a folder"):
         check_private_folder(tmp_path / "file")
 
 
@@ -68,7 +68,7 @@ def test_what_a_link_names_is_not_truncated(tmp_path: Path) -> None:
     with pytest.raises(UnsafePathError, match="symbolic link"):
         open_private_file(tmp_path / "lock", WRITE)
     (tmp_path / "hard").hardlink_to(tmp_path / "diary")
-    with pytest.raises(UnsafePathError, match="2 names"):
+    with pytest.raises(UnsafePathError, match="2 hard links"):
         open_private_file(tmp_path / "hard", WRITE)
     assert (tmp_path / "diary").read_text() == "mine"
 

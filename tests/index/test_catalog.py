@@ -175,7 +175,9 @@ class TestPrefix:
         assert catalog.rows(keys) == rows.tolist()
         assert resident(catalog, keys) == rows.tolist()
         assert catalog.files[0].count == count
-        assert [catalog.files[0].location[row] for row in rows.tolist()] == list(range(50, 50 + count))
+        assert [catalog.files[0].location[row] for row in rows.tolist()] == list(
+            range(50, 50 + count)
+        )
         assert {catalog.nbytes[row] for row in rows.tolist()} == {512}
         stamps = [catalog.tree.stamp[row] for row in rows.tolist()]
         assert stamps == sorted(set(stamps))

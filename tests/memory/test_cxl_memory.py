@@ -45,7 +45,11 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("cxl", "path", "says"),
         [
-            ({"capacity": "1GiB", "node": 0, "path": "/dev/dax0.0"}, "cxl.path", "beside"),
+            (
+                {"capacity": "1GiB", "node": 0, "path": "/dev/dax0.0"},
+                "cxl.path",
+                "cannot be set together",
+            ),
             ({"capacity": "1GiB", "node": -1}, "cxl.node", "negative"),
             ({"capacity": 7}, "cxl.capacity", "at least"),
             ({}, "cxl.capacity", "missing"),

@@ -175,6 +175,20 @@ class TestAfterARestart:
             assert [one["name"] for one in store.sessions.list()] == ["chat"]
             assert store.audits.list()["quarantined"]
 
+    def test_every_namespace_can_be_in_quarantine(self, tmp_path: Path) -> None:
+        with opened(tmp_path) as store:
+            keys = [prompt(space_of(store, f"model {n}"), 1, 1)[0] for n in range(300)]
+            put(store, keys)
+            for key in keys:
+                store.audits.report(failed(key))
+            assert not any(store.match([key]) for key in keys)
+            assert store.flush(WAIT_S)
+        with opened(tmp_path) as store:
+            for number in range(300):
+                space_of(store, f"model {number}")
+            assert len(store.audits.list()["quarantined"]) == 300
+            assert not any(store.match([key]) for key in keys)
+
     def test_a_quarantine_whose_text_is_damaged_counts(self, tmp_path: Path) -> None:
         with opened(tmp_path) as store:
             keys = prompt(space_of(store), 1, 2)

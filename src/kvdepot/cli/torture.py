@@ -54,9 +54,7 @@ def run(args: argparse.Namespace) -> Answer:
         with closing(rounds), output.Progress(label, total=round(args.for_)) as line:
             for outcome in rounds:
                 totals[outcome.kind].update(outcome.faults)
-                totals[outcome.kind].update(
-                    rounds=1, done=outcome.done, pins=outcome.pins
-                )
+                totals[outcome.kind].update(rounds=1, done=outcome.done, pins=outcome.pins)
                 if not outcome.ok:
                     failed.append(outcome)
                     if not args.json:

@@ -107,6 +107,11 @@ class Tombstone:
         found = cls(entry.name, _U64.unpack(entry.value)[0], entry.stamp)
         return found if found.is_valid else None
 
+    def covers(self, other: "Tombstone") -> bool:
+        """True for the tombstone of a namespace that deletes all that the one of its key does."""
+        mine = len(self.name) < len(other.name) and other.name.startswith(self.name)
+        return mine and self.below >= other.below and self.recorded >= other.recorded
+
     def merged(self, other: "Tombstone | None") -> "Tombstone":
         """A tombstone that deletes the records of both."""
         if other is None or other == self:
@@ -126,7 +131,10 @@ class Metadata:
         """True if an entry is valid and newer than the known one."""
         if entry.kind is MetaKind.TOMBSTONE:
             stone, known = Tombstone.parse(entry), self.tombstones.get(entry.name)
-            return stone is not None and stone.merged(known) != known
+            wider = self.tombstones.get(entry.name[:TAG_BYTES])
+            if stone is None or (wider is not None and wider.covers(stone)):
+                return False
+            return stone.merged(known) != known
         before = self.entries.get((entry.kind, entry.name))
         return entry.is_valid and (before is None or before.stamp < entry.stamp)
 
@@ -136,7 +144,11 @@ class Metadata:
             return
         stone = Tombstone.parse(entry) if entry.kind is MetaKind.TOMBSTONE else None
         if stone is not None:
-            self.tombstones[stone.name] = stone.merged(self.tombstones.get(stone.name))
+            whole = stone.merged(self.tombstones.get(stone.name))
+            if len(stone.name) == TAG_BYTES:
+                for name in [name for name, one in self.tombstones.items() if whole.covers(one)]:
+                    del self.tombstones[name]
+            self.tombstones[stone.name] = whole
         else:
             self.entries[entry.kind, entry.name] = entry
 

@@ -23,7 +23,6 @@ from kvdepot.store.engine import Caller, Engine
 from kvdepot.store.read.token_ids import read_heads
 
 _PRODUCERS_MAX: Final = 64
-_QUARANTINED_MAX: Final = 256
 SYNC_S: Final = 10.0
 _logger = logging.getLogger("kvdepot.audit")
 
@@ -65,7 +64,7 @@ class AuditService(DepotAudits):
         made_by = self.producer_of(finding.key) or "unknown"
         facts = self._state.descriptions.facts(tag)
         with self._lock:
-            if tag in self._quarantined or len(self._quarantined) >= _QUARANTINED_MAX:
+            if tag in self._quarantined:
                 return
             self._quarantined[tag] = {
                 "model": str(facts.get("model", "")),

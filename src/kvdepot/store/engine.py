@@ -15,6 +15,7 @@ import numpy as np
 from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.core.depot import FlushReport
 from kvdepot.core.keys import Keys, as_keys, tag_word
+from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.metadata import Tombstone
 from kvdepot.core.order import SessionState
 from kvdepot.core.requests import BLOCK_DTYPE, Array, BlockSize, Offer
@@ -38,6 +39,7 @@ from kvdepot.store.state.state import BlockLease, StoreState
 from kvdepot.store.write.put import NewBlock, Putter
 from kvdepot.store.write.write_back import Flusher
 
+_log = RateLimitedLog("kvdepot.store")
 _UNKNOWN: Final = BlockSize(0, 0)
 
 
@@ -320,15 +322,36 @@ class Engine:
     def remove(self, caller: Caller, keys: Keys | None = None, *, tag: bytes = b"") -> int:
         """Delete blocks from all tiers, durably: those with these keys, or all of a namespace.
 
-        Waits for blocks that are being written. Returns the number of blocks that were stored.
+        Waits for blocks that are being written. Returns the number of blocks that were stored. A
+        namespace with more removed keys than the volumes can record is removed as a whole: its
+        blocks from before this call.
         """
+        self.state.check_open()
+        if keys is None:
+            return self._remove_namespace(tag)
+        removed = self._remove([*dict.fromkeys(as_keys(keys))], self._live_rows)
+        for crowded in self.state.volumes.metadata.crowded():
+            blocks = self._remove_namespace(crowded)
+            _log.warning(
+                "namespace %s: its removed keys are too many to record; its %d other blocks are "
+                "removed too",
+                crowded.hex(),
+                blocks,
+            )
+        return removed
+
+    def _remove_namespace(self, tag: bytes) -> int:
+        removed = self._remove([tag], lambda names: self._rows_of(names[0]))
+        self.state.descriptions.removed(tag)
+        return removed
+
+    def _remove(self, names: list[bytes], rows_of: Callable[[list[bytes]], list[int]]) -> int:
+        """Delete the rows of keys or of a namespace, and record tombstones for these names."""
         state = self.state
-        state.check_open()
         tiers = [lower for lower in state.lower_tiers if lower.writable]
         limit_s = max((lower.config.write_timeout for lower in tiers), default=0.0)
-        names: list[bytes] = [tag] if keys is None else [*dict.fromkeys(as_keys(keys))]
         with state.lock:
-            rows = self._rows_of(tag) if keys is None else self._live_rows(names)
+            rows = rows_of(names)
             state.mark_deleted(rows)
             state.events.count("removed", len(rows))
             below = state.stamps.next()
@@ -338,8 +361,6 @@ class Engine:
             recorded = state.stamps.next()
         if names:
             self._mover.record_tombstones([Tombstone(name, below, recorded) for name in names])
-        if keys is None:
-            state.descriptions.removed(tag)
         return len(rows)
 
     def prefetch(

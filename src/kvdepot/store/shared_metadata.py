@@ -5,10 +5,12 @@ volume may be lost. A volume that was down or detached gets missing entries when
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvdepot.core.block import TAG_BYTES
 from kvdepot.core.clock import StampClock
 from kvdepot.core.metadata import (
     OWN_KINDS,
@@ -25,6 +27,9 @@ from kvdepot.store.volume_entry import VolumeEntry
 SYNC_S: Final = 10.0
 _TOMBSTONES_MANY: Final = 4096
 """Number of tombstones from which unneeded ones are looked for."""
+_TOMBSTONE_BYTES: Final = 80
+_TOMBSTONES_SHARE: Final = 64
+"""Tombstones may take this part of the smallest volume."""
 _REMOTE_KINDS: Final = frozenset({MetaKind.NAMESPACE, MetaKind.TOMBSTONE})
 """Kinds of metadata that are written to shared volumes too."""
 
@@ -130,6 +135,29 @@ class SharedMetadata:
         """Called after a release: drops unneeded tombstones if there are many."""
         if len(self._known.tombstones) >= _TOMBSTONES_MANY:
             self.raise_floor()
+
+    def crowded(self) -> list[bytes]:
+        """The namespaces to remove as a whole because there are more tombstones than the smallest
+        volume should keep: those with the most of them, so that half of the limit stays.
+        """
+        if len(self._known.tombstones) <= _TOMBSTONES_MANY:
+            return []
+        room = min((one.volume.facts().capacity_bytes for one in self.local()), default=0)
+        limit = max(_TOMBSTONES_MANY, room // _TOMBSTONES_SHARE // _TOMBSTONE_BYTES)
+        if len(self._known.tombstones) <= limit:
+            return []
+        self.raise_floor()
+        with self._lock:
+            names = list(self._known.tombstones)
+        counts = Counter(name[:TAG_BYTES] for name in names if len(name) > TAG_BYTES)
+        left = len(names)
+        tags: list[bytes] = []
+        for tag, count in counts.most_common():
+            if left <= (limit // 2 if tags else limit):
+                break
+            tags.append(tag)
+            left -= count
+        return tags
 
     def forget(self, entry: VolumeEntry) -> None:
         """Remove a volume that is not used any more."""

@@ -347,7 +347,7 @@ def test_one_change_at_a_time() -> None:
 
 def test_other_addresses_need_a_token(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "192.0.2.1", "::", "example.org"):
-        with pytest.raises(ConfigError, match="no token") as caught:
+        with pytest.raises(ConfigError, match="needs a token") as caught:
             HttpSettings(host, 0).check()
         assert "--http-token-file" in caught.value.hint
     (tmp_path / "short").write_text("secret\n")

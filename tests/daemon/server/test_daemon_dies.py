@@ -249,7 +249,7 @@ def test_secrets_stay_in_the_daemon(start_daemon: StartDaemon, tmp_path: Path) -
     daemon = start_daemon(tenants=tenants)
     layout = kvdepot.KVLayout.opaque(4096, 8)
     with kvdepot.open(daemon.address) as store:
-        with pytest.raises(ConfigError, match=r"tenants\.alice.*keeps to itself") as caught:
+        with pytest.raises(ConfigError, match=r"tenants\.alice.*does not reveal") as caught:
             store.namespace(model="m", layout=layout, tenant="alice")
         assert "secret=" in caught.value.hint
         given = store.namespace(

@@ -118,6 +118,6 @@ def test_a_link_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
         Listener(tmp_path / "depot.sock")
     (tmp_path / "depot.sock.lock").unlink()
     (tmp_path / "depot.sock.lock").hardlink_to(tmp_path / "diary")
-    with pytest.raises(UnsafePathError, match="2 names"):
+    with pytest.raises(UnsafePathError, match="2 hard links"):
         Listener(tmp_path / "depot.sock")
     assert (tmp_path / "diary").read_text() == "mine"

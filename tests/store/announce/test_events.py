@@ -139,7 +139,7 @@ def test_only_named_tenants_are_told_of_and_only_the_first_shard(tmp_path: Path)
     [
         ({"endpoint": "tcp://0.0.0.0:0"}, "other machines"),
         ({"endpoint": "tcp://127.0.0.1:0", "replay": "tcp://*:0"}, "other machines"),
-        ({"endpoint": "127.0.0.1:5557"}, "no address"),
+        ({"endpoint": "127.0.0.1:5557"}, "is not an address"),
         ({"endpoint": "tcp://127.0.0.1:0", "interval": 0}, "interval"),
         ({"endpoint": "tcp://127.0.0.1:0", "buffer": 1}, "buffer"),
         ({"endpoint": "ipc:///nowhere/at/all"}, "cannot listen"),

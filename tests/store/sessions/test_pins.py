@@ -140,7 +140,7 @@ class TestRefusals:
         with opened(tmp_path, sessions={"pinned_share": 0.02}) as store:
             chat(store)
             receipt = store.sessions.pin("chat", for_s=60)
-            assert "at most" in receipt.reason and "pinned_share" in receipt.hint
+            assert "the limit is" in receipt.reason and "pinned_share" in receipt.hint
             assert store.stats()["sessions"]["pinned_blocks"] == 0
 
     def test_an_end_that_makes_no_sense(self, tmp_path: Path) -> None:

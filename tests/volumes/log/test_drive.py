@@ -458,7 +458,7 @@ def test_a_disk_without_room_is_read_as_ever(
         assert volume.facts().up
         assert load(volume, make_key(1), place)
     assert fault.hits, "it is asked now and then"
-    assert sum("no room" in line for line in caplog.messages) == 1
+    assert sum("the disk is full" in line for line in caplog.messages) == 1
     assert volume.facts().full
     files.clear()
     until(lambda: volume.facts().takes_blocks)

@@ -79,7 +79,10 @@ class RemoteLease(Lease):
         if place["location"] == frames.NOWHERE:
             return None
         where, nbytes = int(place["location"]), int(place["nbytes"])
-        return payload_in(connections.arena, where, nbytes).toreadonly()
+        try:
+            return payload_in(connections.arena, where, nbytes).toreadonly()
+        except DaemonAwayError:
+            return None
 
     def deliver(
         self,

@@ -117,7 +117,10 @@ class RemoteReservation(Reservation):
         location = self._open.get(index)
         if location is None or self._connections is None:
             return None
-        return payload_in(self._connections.arena, location, self._sizes[index])
+        try:
+            return payload_in(self._connections.arena, location, self._sizes[index])
+        except DaemonAwayError:
+            return None
 
     def seal(self, indices: Iterable[int] | None = None) -> None:
         chosen = sorted(self._open if indices is None else indices)
@@ -127,12 +130,12 @@ class RemoteReservation(Reservation):
         if connections is None or not chosen:
             return
         filled = {index: self._open.pop(index) for index in chosen}
-        for index, location in filled.items():
-            size, chunk = self._sizes[index], int(self._offer.blocks["chunk_bytes"][index])
-            address_in(connections.arena, location, size)
-            checksum_slot(connections.arena.view[location:], size, chunk)
-        flags = _fill_heads(connections, self._offer, filled)
         try:
+            for index, location in filled.items():
+                size, chunk = self._sizes[index], int(self._offer.blocks["chunk_bytes"][index])
+                address_in(connections.arena, location, size)
+                checksum_slot(connections.arena.view[location:], size, chunk)
+            flags = _fill_heads(connections, self._offer, filled)
             with connections.link() as link:
                 for batch in self._batches:
                     mine = [at - batch.start for at in chosen if at - batch.start in batch.slots]

@@ -345,7 +345,7 @@ class RequestHandler:
             answer = self._services.serve(bytes(frame.body))
         except (StateError, WireError):
             raise
-        except (KVDepotError, OSError, ValueError, TypeError) as error:
+        except (KVDepotError, OSError, LookupError, ValueError, TypeError) as error:
             self._refuse(frame, getattr(error, "path", "") or "daemon", error)
         else:
             self._channel.send_text(frame.serial, answer)
