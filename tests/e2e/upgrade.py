@@ -4,8 +4,8 @@ The release before and this one, each a wheel in an environment of its own, take
 of one store, while a client of each stays attached and asks all the time: old, new, old after
 `kill -9`, new. The clients are stand-ins for engines (tests/e2e/asking_engine.py).
 
-Format 2 is the first that will be kept: until a release has it, `--before` is left out, and this
-release takes turns with itself.
+CI takes `--before` from tests/data: the wheel of the first version with format 2. Without it this
+version takes turns with itself.
 
 Prints one line for each point of what must hold; with --json one object with all of them. Exit
 status 1 if one fails.
