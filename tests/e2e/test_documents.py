@@ -66,9 +66,10 @@ BLOCKS_NOT_RUN = {
 }
 """Blocks that begin so."""
 
+WHEEL = "kvdepot-0.3.0.dev1-cp311-abi3-manylinux_2_34_x86_64.whl"
 INSTEAD = {
     "--for 1h": ("--for 1s", "an hour"),
-    "/opt/kvdepot/bin/pip install 'kvdepot-0.3.0.dev1-cp311-abi3-manylinux_2_34_x86_64.whl[http]'": (
+    f"/opt/kvdepot/bin/pip install '{WHEEL}[http]'": (
         f"ln -s {HOME}/bin/kvdepot /opt/kvdepot/bin/kvdepot",
         "the sources in place of the wheel, which ./dev release installs and tries",
     ),
