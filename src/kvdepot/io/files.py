@@ -138,10 +138,10 @@ class Files:
     def __init__(self, kind: EngineKind = "auto", depth: int = 32, timeout_s: float = 10.0) -> None:
         self.engine = open_engine(kind, depth=depth)
         self._timeout_s = timeout_s
-        self._adrift: list[tuple[Pending, list[tuple[int, int, int]], object]] = []
+        self._missed: list[tuple[Pending, list[tuple[int, int, int]], object]] = []
         """I/O that missed its deadline, the ranges that it writes (descriptor, start, stop), and
         its memory."""
-        self._adrift_lock = threading.Lock()
+        self._missed_lock = threading.Lock()
         self._holders = 1
         self.descriptors = Descriptors()
 
@@ -235,17 +235,17 @@ class Files:
         writes = ops[ops["opcode"] == WRITE]
         starts, stops = writes["offset"], writes["offset"] + writes["nbytes"]
         places = list(zip(writes["fd"].tolist(), starts.tolist(), stops.tolist(), strict=True))
-        with self._adrift_lock:
-            self._adrift.append((pending, places, memory))
+        with self._missed_lock:
+            self._missed.append((pending, places, memory))
         self.descriptors.end(self.descriptors.begin(), pending)
 
     def may_still_write(self, fd: int, start: int, stop: int) -> bool:
         """True if a write that missed its deadline may still change this range."""
-        with self._adrift_lock:
-            self._adrift = [part for part in self._adrift if not part[0].wait(0.0)]
+        with self._missed_lock:
+            self._missed = [part for part in self._missed if not part[0].wait(0.0)]
             return any(
                 fd == written and start < last and first < stop
-                for _, places, _ in self._adrift
+                for _, places, _ in self._missed
                 for written, first, last in places
             )
 

@@ -30,7 +30,7 @@ FORMS = [
     frames.Welcome(
         bytes(16), b"i" * 16, 1, 256, 2.0, 0.25, 1 << 40, 1 << 41, 1 << 26, True, False, 6
     ),
-    frames.FirstTokenTold(100, 80, 0.5, 0.4, math.inf, 1),
+    frames.FirstTokenReport(100, 80, 0.5, 0.4, math.inf, 1),
     frames.Deliver(7, 1, 2, True, 0.5),
     frames.Fetch(1, 2, True, 0.5),
     frames.Register(b"12345678", 1 << 30, 1 << 20),

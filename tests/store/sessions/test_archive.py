@@ -66,6 +66,17 @@ def test_it_is_not_written_over_a_file_or_by_half(tmp_path: Path, archive: Path)
         assert not (tmp_path / "other").exists()
 
 
+def test_a_folder_or_file_that_is_missing_is_one_error(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        keys = prompt(space_of(store), 1, 3)
+        put(store, keys)
+        store.sessions.name("chat", keys)
+        with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
+            store.sessions.export("chat", tmp_path / "missing" / "chat.kvsession")
+        with pytest.raises(ConfigError, match="cannot be read: No such file or directory"):
+            store.sessions.import_file(tmp_path / "missing.kvsession")
+
+
 def regions(size: int) -> list[int]:
     """Places in all parts of an archive: some of its head, and the borders within blocks."""
     record = HEAD + BLOCK_BYTES + 4 * TOKENS + 32

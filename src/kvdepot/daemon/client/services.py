@@ -215,4 +215,4 @@ class RemoteAdmin(RemoteService, DepotAdmin):
         except DaemonAwayError:
             self._daemon.count_away()
             return
-        connections.tell(FrameKind.FIRST_TOKEN, frames.FirstTokenTold.of(first).body())
+        connections.tell(FrameKind.FIRST_TOKEN, frames.FirstTokenReport.of(first).body())

@@ -216,7 +216,7 @@ class RequestHandler:
             blocks,
             frames.checked_timeout(asked.timeout_s),
             partial(self._send_arrived, frame.serial),
-            verify_concurrently=bool(asked.beside),
+            verify_concurrently=bool(asked.verify_concurrently),
         )
         self._done(frame, asked.lease, answers)
 
@@ -351,7 +351,7 @@ class RequestHandler:
             self._channel.send_text(frame.serial, answer)
 
     def _first_token(self, frame: Frame) -> None:
-        self._store.admin.report_first_token(frames.FirstTokenTold.parse(frame.body).value())
+        self._store.admin.report_first_token(frames.FirstTokenReport.parse(frame.body).value())
 
     def _refuse(self, frame: Frame, path: str, error: Exception) -> None:
         hint = getattr(error, "hint", "")

@@ -402,7 +402,7 @@ class Welcome(Fixed):
 
 
 @dataclass(frozen=True, slots=True)
-class FirstTokenTold(Fixed):
+class FirstTokenReport(Fixed):
     """Body of FIRST_TOKEN: a core.first_token.FirstToken."""
 
     FORM = struct.Struct("<IIdddB")
@@ -442,7 +442,7 @@ class Deliver(Fixed):
     lease: int
     start: int
     stop: int
-    beside: bool
+    verify_concurrently: bool
     """True: announce blocks in memory while they are still being verified."""
     timeout_s: float
 

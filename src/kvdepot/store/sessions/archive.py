@@ -99,6 +99,10 @@ class SessionExporter:
             fd = open_private_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError as error:
             raise ConfigError("file", f"{path} exists already") from error
+        except OSError as error:
+            raise ConfigError(
+                "file", f"{path} cannot be written: {error.strerror}", hint="name another place"
+            ) from error
         try:
             with os.fdopen(fd, "wb") as file:
                 for piece in pieces:
@@ -314,8 +318,13 @@ def _digest(*pieces: bytes | memoryview) -> bytes:
 
 
 def _opened(path: Path) -> BufferedReader:
-    """Open a regular file for reading. FormatError for any other kind of file."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    """Open a regular file for reading. ConfigError if it cannot be opened, FormatError if it is of
+    another kind.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigError("file", f"{path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise FormatError(str(path), "is not a regular file")

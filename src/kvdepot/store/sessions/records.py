@@ -154,7 +154,7 @@ def _session_text(prompt: Prompt) -> bytes:
     fields = {
         "state": int(prompt.state),
         "turns": prompt.turns,
-        "told": round(prompt.told_s, 3),
+        "named_s": round(prompt.named_s, 3),
         "keys": list(_anchors(prompt.packed)),
     }
     return json.dumps(fields, separators=(",", ":")).encode()
@@ -167,9 +167,9 @@ def _parse_session(
     if entry is None or entry.value is None:
         return None
     fields = parse_object(entry.value)
-    state, turns, told_s = SessionState(fields["state"]), int(fields["turns"]), fields["told"]
+    state, turns, named_s = SessionState(fields["state"]), int(fields["turns"]), fields["named_s"]
     packed = _chain(catalog, tag, fields["keys"]) or (pin.packed if pin is not None else b"")
-    return Prompt(packed, state, turns, float(told_s)) if packed else None
+    return Prompt(packed, state, turns, float(named_s)) if packed else None
 
 
 def _pin_text(pin: Pin) -> bytes:

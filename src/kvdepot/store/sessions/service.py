@@ -237,7 +237,7 @@ class SessionService(DepotSessions):
             "blocks": len(prompt),
             "tiers": tiers,
             "bytes": held,
-            "idle_s": round(max(0.0, now_s - prompt.told_s), 3),
+            "idle_s": round(max(0.0, now_s - prompt.named_s), 3),
             "pin": kept,
         }
 

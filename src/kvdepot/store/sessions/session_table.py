@@ -69,7 +69,7 @@ class Prompt:
     state: SessionState
     turns: int = 1
     """Number of times it was named."""
-    told_s: float = 0.0
+    named_s: float = 0.0
     """Time of day at which it was last named."""
     pin: Pin | None = None
 
@@ -94,8 +94,8 @@ class Prompt:
 
 
 SESSION_ORDERS: Final[dict[str, Callable[[tuple[bytes, str, Prompt]], float]]] = {
-    "recent": lambda one: -one[2].told_s,
-    "cold": lambda one: one[2].told_s,
+    "recent": lambda one: -one[2].named_s,
+    "cold": lambda one: one[2].named_s,
     "busy": lambda one: -one[2].turns,
 }
 """Sort keys of the orders in which sessions are listed."""
@@ -175,10 +175,10 @@ class Sessions:
                 return True
         return False
 
-    def forget_older(self, told_s: float) -> None:
-        """Drop sessions that were not named since `told_s`, except for pinned ones."""
+    def forget_older(self, named_s: float) -> None:
+        """Drop sessions that were not named since `named_s`, except for pinned ones."""
         for tag, names in list(self._known.items()):
-            old = itertools.takewhile(lambda one: one[1].told_s < told_s, list(names.items()))
+            old = itertools.takewhile(lambda one: one[1].named_s < named_s, list(names.items()))
             for name in [name for name, prompt in old if prompt.pin is None]:
                 self.forget(tag, name)
 

@@ -553,9 +553,15 @@ def judge_store(
     if files is not None and files.off:
         return
     read = {block.number for block in (*right, *wrong)}
-    for number in sorted(present - read):
-        if store.match([blocks[number].key]):
-            ledger.fault("lost", f"block {number} is present and cannot be read")
+    for block in [blocks[number] for number in sorted(present - read)]:
+        if not store.match([block.key]):
+            continue
+        # A copy on a drive that works again meanwhile makes it present: then it can be read.
+        right, wrong = read_blocks(store, [block])
+        if wrong:
+            ledger.fault("wrong", f"block {block.number} has wrong bytes")
+        elif not right and store.match([block.key]):
+            ledger.fault("lost", f"block {block.number} is present and cannot be read")
     for finding in store.admin.check(deep=False).findings:
         ledger.fault("unclean", str(finding))
     quarantined = store.stats()["counters"]["quarantined"]

@@ -170,7 +170,7 @@ class World:
         self._mount(number).rename(self.folder / f"away-{number}")
 
     def may_lose_one(self, met: set[int]) -> bool:
-        """True if no drive is away and all know each other."""
+        """True if no drive is away and all have the same metadata."""
         return len(self.ssds) > 1 and set(self.ssds) <= met and not self.away()
 
     def bring_back(self) -> None:

@@ -331,7 +331,7 @@ class BucketUpkeep:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._looked_s = float("-inf")
-        self._turn = threading.Lock()
+        self._round_lock = threading.Lock()
         self._first = FirstLook()
         self._thread = threading.Thread(target=self._run, name="kvdepot-object", daemon=True)
 
@@ -422,7 +422,7 @@ class BucketUpkeep:
 
     def step(self) -> None:
         """Run one round of all background work. Raises BucketError."""
-        with self._turn:
+        with self._round_lock:
             self.refresh()
             if not self._context.writable:
                 return
@@ -483,7 +483,7 @@ class BucketUpkeep:
             try:
                 now_s = self._context.clock.now()
                 if self._wake.is_set() and now_s < due_s:
-                    with self._turn:
+                    with self._round_lock:
                         self.refresh()
                     pause_s = due_s - now_s
                 else:
