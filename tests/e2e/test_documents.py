@@ -264,8 +264,11 @@ class Reading:
         return self.machine.run(f"python {HOME}/program.py")
 
     def settings(self, text: str) -> None:
-        if "project" not in tomllib.loads(text):
-            self.machine.write(HOME / "printed.toml", text)
+        found = tomllib.loads(text)
+        self.machine.write(HOME / "printed.toml", text)
+        if "model" in found:  # a scenario
+            self.machine.run(f"kvdepot plan {HOME}/printed.toml --show")
+        elif "project" not in found:
             self.machine.run(f"kvdepot config check --file-only {HOME}/printed.toml")
 
 
