@@ -1,5 +1,6 @@
 """The metadata log of a volume: two copies, torn writes, damage, compaction."""
 
+import errno
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,3 +190,36 @@ def test_a_full_log_refuses_and_keeps_what_it_has(tmp_path: Path) -> None:
         log.put([entry(2, 2, bytes(20 << 10))])
     log.put([entry(3, 3)])
     assert names(log) == {1, 3} and names(loaded(tmp_path)) == {1, 3}
+
+
+class RenamedThenFailed(FileCopy):
+    """A copy whose folder cannot be synced once: the new file has the name, and may stay."""
+
+    fails = False
+
+    def replace(self, image: bytes, room_bytes: int) -> None:
+        super().replace(image, room_bytes)
+        if self.fails:
+            self.fails = False
+            raise OSError(errno.ETIMEDOUT, "the folder was not synced")
+
+
+def test_a_generation_is_not_used_twice(tmp_path: Path) -> None:
+    """After a power cut one copy may be of a rewrite that failed, the other of the next one."""
+    first = RenamedThenFailed(tmp_path / COPIES[0], _files[-1], 1 << 20, writable=True)
+    second = FileCopy(tmp_path / COPIES[1], _files[-1], 1 << 20, writable=True)
+    log = MetadataLog([first, second], VolumeHeader(STORE, 1 << 20), STAMPS, fsync="flush")
+    log.create()
+    log.put([entry(1, 1)])
+    first.fails = True
+    with pytest.raises(OSError, match="not synced"):
+        log.put([entry(1, 2, None)])  # a deletion writes both copies again
+    failed = (tmp_path / COPIES[0]).read_bytes()
+    log.put([entry(number, 10 + number) for number in range(2, 6)])
+    log.sync()
+    log.close()
+    (tmp_path / COPIES[0]).write_bytes(failed)
+    again = loaded(tmp_path)
+    assert again.damage == [] and again.is_whole
+    assert names(again) == {1, 2, 3, 4, 5}
+    again.close()

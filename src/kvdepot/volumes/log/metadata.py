@@ -73,11 +73,10 @@ class FileCopy:
         self._fd = fd
         return LogCopy.parse(image, store)
 
-    def replace(self, image: bytes, generation: int, room_bytes: int) -> None:
+    def replace(self, image: bytes, room_bytes: int) -> None:
         """Replace the log atomically and durably. Reserves `room_bytes` on the disk, so that it can
         grow even if the disk is full.
         """
-        del generation  # the new file gets the name
         if not self._is_ours():
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         fd = self._files.write_new(self._path, image, room_bytes)
@@ -107,7 +106,8 @@ class ExtentCopy:
         self._files = files
         self._fd = fd
         self._areas = (start, start + area_bytes)
-        self._start = start
+        self._start = self._areas[1]
+        """The area in force. A new log begins in the first one."""
 
     def read(self, store: bytes) -> LogCopy | None:
         newest: tuple[int, int] | None = None
@@ -120,9 +120,9 @@ class ExtentCopy:
         self._start = newest[1]
         return LogCopy.parse(self._files.read(self._fd, self._start, self.limit_bytes), store)
 
-    def replace(self, image: bytes, generation: int, room_bytes: int) -> None:
+    def replace(self, image: bytes, room_bytes: int) -> None:
         del room_bytes  # an area has a fixed size
-        start = self._areas[(generation - 1) % 2]  # the first generation is in the first area
+        start = self._areas[self._start == self._areas[0]]
         if self._files.may_still_write(self._fd, start, start + self.limit_bytes):
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
         body = image[PAGE:]
@@ -327,16 +327,17 @@ class MetadataLog:
         entries = after.all()
         oldest = max((entry.stamp for entry in entries), default=0) - TOMBSTONE_AGE_US
         entries = [one for one in entries if one.value is not None or one.stamp > oldest]
-        generation = self._header.generation + 1
-        header = replace(self._header, generation=generation, settled=len(entries))
-        image = pack_log(header, entries)
+        # Also a log that is not written to its end may be on the disk: its number is not used again.
+        self._header = replace(
+            self._header, generation=self._header.generation + 1, settled=len(entries)
+        )
+        image = pack_log(self._header, entries)
         limit = min(place.limit_bytes for place in self._copies)
         if len(image) > limit:
             raise OSError(errno.ENOSPC, "the metadata log is full")
         rewrite_at = min(limit, max(_REWRITE_FROM, 2 * len(image)))
         for place in self._copies:
-            place.replace(image, generation, rewrite_at)
-        self._header = header
+            place.replace(image, rewrite_at)
         self._last = self._synced = len(entries)
         self._end = len(image)
         self._tail = image[len(image) // PAGE * PAGE :]
