@@ -327,7 +327,7 @@ class MetadataLog:
         entries = after.all()
         oldest = max((entry.stamp for entry in entries), default=0) - TOMBSTONE_AGE_US
         entries = [one for one in entries if one.value is not None or one.stamp > oldest]
-        # Also a log that is not written to its end may be on the disk: its number is not used again.
+        # A log that was only partly written may be on the disk: its number is not used again.
         self._header = replace(
             self._header, generation=self._header.generation + 1, settled=len(entries)
         )
