@@ -37,7 +37,7 @@ def test_it_starts_without_the_bucket_and_takes_it_in(tmp_path: Path, with_ssd: 
     server.start()
     try:
         with opened(tmp_path / "a", server, with_ssd=with_ssd) as store:
-            until(lambda: bucket(store)["healthy"])  # a slow machine may take more than 3 s
+            until(lambda: bucket(store)["healthy"])
             keys = prompt(space_of(store), 1, 12)
             put(store, keys)
             assert store.flush()

@@ -49,7 +49,7 @@ _DOUBTS: Final = 2
 first one is not in its listing."""
 _SIGNS: Final = 3
 """Signs of life per grace period."""
-_START_S: Final = 3.0
+_START_S: Final = 10.0
 """A store that opens waits this long for the first answer."""
 _START_AGAIN_S: Final = 2.0
 """The longest pause between attempts to read the bucket for the first time."""
