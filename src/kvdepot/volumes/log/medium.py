@@ -165,10 +165,10 @@ class DirectoryMedium:
         """
         names = [name for name in os.listdir(self._path) if _SEGMENT.fullmatch(name)]
         pages = [self._first_page(name) or b"" for name in names]
-        for page in pages:
-            number = int.from_bytes(page[12:16], "little")
-            if page[8:12] == HEADER_MAGIC.to_bytes(4, "little") and number != FORMAT:
-                raise _other_format(self.label, number)
+        magic = HEADER_MAGIC.to_bytes(4, "little")
+        formats = [int.from_bytes(page[12:16], "little") for page in pages if page[8:12] == magic]
+        if formats and FORMAT not in formats:  # one of several may be damaged
+            raise _other_format(self.label, formats[0])
         return any(map(any, pages))  # a segment is free if its first page is blank
 
     def open_slots(self, segment_bytes: int) -> list[int]:
