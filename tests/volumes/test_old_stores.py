@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import kvdepot
-from kvdepot.errors import FormatError
+from kvdepot.errors import FormatError, KVDepotError
 from kvdepot.native import checksum
 from kvdepot.store.check.offline import audit
 from kvdepot.store.check.repair import repair
+from kvdepot.testing.store_contract import prompt, put, small, space_of
 
 PAGE = 4096
 STORE = "23bc1c1c-1c64-4c0e-8967-b738d9270817"
@@ -152,3 +153,25 @@ def test_a_bucket_of_a_server() -> None:
     with pytest.raises(FormatError, match=OF_FORMAT_1) as caught:
         BucketVolume(object_config(), CONTEXT, same_bucket(bucket))
     assert caught.value.hint and paths_of(bucket) == before
+
+
+def test_one_damaged_segment_is_not_another_format(tmp_path: Path) -> None:
+    """All headers are gone: the segments say which format the store has."""
+    path = tmp_path / "kv"
+    with kvdepot.open(None, **small(path)) as store:
+        put(store, prompt(space_of(store), 1, 40))
+        assert store.flush()
+
+    def refusal() -> str:
+        for name in ("superblock", "metadata-a", "metadata-b"):
+            (path / name).unlink(missing_ok=True)
+        with pytest.raises(KVDepotError) as caught:
+            kvdepot.open(None, **small(path))
+        return str(caught.value)
+
+    before = refusal()
+    assert len(list(path.glob("segment-*.kvs"))) > 1 and "format" not in before
+    with (path / "segment-000000.kvs").open("r+b") as file:
+        file.seek(13)
+        file.write(b"\x40")
+    assert refusal() == before
