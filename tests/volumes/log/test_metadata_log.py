@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.volumes import open_log
 
 from kvdepot.core.metadata import MetaEntry, MetaKind, Tombstone
 from kvdepot.format.metadata import FRAMES_AT, LogCopy, VolumeHeader
 from kvdepot.io.files import Files
+from kvdepot.store.check.offline import audit
 from kvdepot.testing.images import STAMPS
+from kvdepot.volumes.log.medium import MountSettings, mount
 from kvdepot.volumes.log.metadata import COPIES, FileCopy, MetadataLog
 
 STORE = bytes(range(16))
@@ -99,6 +102,17 @@ def test_one_copy_is_enough(filled: Path, lost: str) -> None:
     assert names(log) == {*range(10), 99}
     log.put([entry(11, 200)])
     assert (filled / lost).exists(), "the next write makes both copies again"
+
+
+@pytest.mark.parametrize("lost", COPIES)
+def test_a_missing_copy_is_written_before_anything_else(tmp_path: Path, lost: str) -> None:
+    """A process may be killed between the copies of a new log, and again soon after the start."""
+    open_log(tmp_path, _files[-1], segments=8, segment_bytes=1 << 20).close()
+    (tmp_path / lost).unlink()
+    (tmp_path / "superblock").unlink()
+    mounted = mount(tmp_path, _files[-1], MountSettings(8 << 20, 1 << 20))
+    mounted.open_metadata(STAMPS)  # killed here
+    assert not audit(tmp_path).findings
 
 
 def test_both_copies_lost_is_not_whole(filled: Path) -> None:

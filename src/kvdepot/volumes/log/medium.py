@@ -489,6 +489,9 @@ class Mounted:
         try:
             if not self.is_new:
                 log.load()
+                if settings.writable:
+                    # Before the superblock: a process may have been killed between the copies.
+                    log.restore()
             elif settings.writable:
                 log.create()
             if settings.writable and (self.is_new or self.damage):

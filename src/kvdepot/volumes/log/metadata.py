@@ -222,6 +222,14 @@ class MetadataLog:
             self._rewrite()
         self.is_whole, self.damage = True, []
 
+    def restore(self) -> None:
+        """Write both copies again if one is missing or damaged and nothing is lost. If the disk
+        refuses, the next write does it.
+        """
+        if self.is_whole and self.damage:
+            with contextlib.suppress(OSError), self._writing():
+                self._rewrite()
+
     def clear(self) -> None:
         """Delete all entries of a volume that is being removed."""
         with self._writing():
