@@ -20,8 +20,6 @@ FILE_LINES_MAX = 900
 OVER = {
     "policy/eviction/reuse_density.py: attributes of ReuseDensity": 25,
     "daemon/server/daemon.py: attributes of Daemon": 21,
-    "testing/torture/ledger.py: attributes of Expectation": 20,
-    "testing/torture/workload.py: methods of StoreSession": 30,
 }
 
 Counted = Iterator[tuple[str, int]]

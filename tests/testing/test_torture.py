@@ -130,8 +130,8 @@ def test_what_does_not_end_leaves_its_stacks(
     with world.open() as store:
         monkeypatch.setattr(store.volumes, "resize", lambda *_: go.wait())
         session = StoreSession(world, store, ledger, random.Random(1), Trust())
-        session.resize()
-        session.await_change()
+        session.drives.resize(random.Random(1))
+        session.drives.wait()
         go.set()
     assert [fact["kind"] for fact in ledger.everything() if fact["fact"] == "fault"] == ["late"]
     assert "_resize" in world.stacks_path.read_text()

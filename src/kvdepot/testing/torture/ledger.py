@@ -20,6 +20,22 @@ FAULTS: Final[tuple[Fault, ...]] = (
 
 
 @dataclass(slots=True)
+class Drives:
+    """The SSDs of a round, as its facts tell."""
+
+    numbers: list[int] = field(default_factory=list)
+    """Those at the end; empty: the initial ones."""
+    segments: int = 0
+    """Segments of each SSD at the end; 0: the initial number."""
+    shrunk: bool = False
+    """True if the capacity was ever reduced."""
+    left_out: int = 0
+    """Number of drives that could not be mounted at the last opening."""
+    met: set[int] = field(default_factory=set)
+    """Drives that were present together at one opening and know each other's numbers."""
+
+
+@dataclass(slots=True)
 class Expectation:
     """The state that the facts of a round imply. Blocks that are in no set may be present or not.
 
@@ -31,8 +47,6 @@ class Expectation:
     """Blocks that a successful flush covered and that the index had on a drive at the end."""
     apart: set[int] = field(default_factory=set)
     """Blocks on an absent drive that must be present when it returns."""
-    left_out: int = 0
-    """Number of drives that could not be mounted at the last opening."""
     flushed: set[int] = field(default_factory=set)
     """Blocks that a successful flush covered since they were put."""
     removed: set[int] = field(default_factory=set)
@@ -46,8 +60,7 @@ class Expectation:
     """Doubtful or begun blocks that were seen again: they may stay or be removed later."""
     synced: set[int] = field(default_factory=set)
     """Removed blocks whose removal a successful flush covered."""
-    met: set[int] = field(default_factory=set)
-    """Drives that were present together at one opening and know each other's numbers."""
+    drives: Drives = field(default_factory=Drives)
     put_bytes: int = 0
     """Bytes put in this round."""
     snapshot: bool = False
@@ -58,14 +71,8 @@ class Expectation:
     """Pinned blocks with a receipt, by session."""
     pins: int = 0
     """Number of pins that were found intact after an end, of all ends together."""
-    cuts: int = 0
-    damages: int = 0
-    ssds: list[int] = field(default_factory=list)
-    """Drives at the end; empty: the initial ones."""
-    segments: int = 0
-    """Segments of each SSD at the end; 0: the initial number."""
-    shrunk: bool = False
-    """True if the capacity was ever reduced."""
+    done: int = 0
+    """Number of cuts, damages or outages."""
 
     def take(self, fact: dict[str, Any]) -> None:
         blocks = set(fact["blocks"])
@@ -75,15 +82,13 @@ class Expectation:
             case "unopened":
                 self.snapshot = self.had_snapshot
             case "opened":
-                self.left_out = fact["left_out"]
+                self.drives.left_out = fact["left_out"]
             case "returned":
                 self.apart.clear()  # its blocks may be evicted from now on
-            case "cut":
-                self.cuts += 1
+            case "cut" | "damaged" | "outage":
+                self.done += fact.get("count", 1)
             case "pinning" | "pinned" | "unpinning" | "kept":
                 self._take_pin(fact, blocks)
-            case "damaged":
-                self.damages += fact["count"]
             case "putting":
                 for some in (self.removed, self.doubtful, self.synced, self.flushed):
                     some -= blocks
@@ -110,13 +115,14 @@ class Expectation:
             case "residents":
                 self.snapshot = True
                 self.must = self.flushed & blocks
-                if fact["left_out"] < self.left_out:  # one returned, as above
+                if fact["left_out"] < self.drives.left_out:  # one returned, as above
                     self.apart.clear()
             case "present":
                 self._take_present(fact, blocks)
             case "drives":
-                self.ssds, self.segments = fact["ssds"], fact["segments"]
-                self.shrunk = self.shrunk or fact["shrunk"]
+                drives = self.drives
+                drives.numbers, drives.segments = fact["ssds"], fact["segments"]
+                drives.shrunk = drives.shrunk or fact["shrunk"]
                 self.apart.clear()
 
     def _take_present(self, fact: dict[str, Any], blocks: set[int]) -> None:
@@ -127,7 +133,7 @@ class Expectation:
         unsure = self.doubtful | self.begun | unsynced
         self.removed = (self.synced if fact["cut"] and fact["away"] else self.removed) - blocks
         self.synced = set(self.removed)
-        self.met = self.met if fact["away"] else set(fact["ssds"])
+        self.drives.met = self.drives.met if fact["away"] else set(fact["ssds"])
         self.limbo = self.limbo | (blocks & unsure) if fact["away"] else set()
         self.doubtful, self.begun = unsure if fact["away"] else set(), set()
         self.flushed = blocks - self.limbo

@@ -182,13 +182,10 @@ def play(folder: Path, seed: int, kind: Kind, *, keep: bool = False) -> RoundOut
                 _play_kills(world, ledger, chance, outcome)
             case "cuts":
                 in_child(world, ledger, lambda: _play_cuts(world, ledger, chance))
-                ledger.catch_up()
-                outcome.done = ledger.expected.cuts
             case "damages":
                 in_child(world, ledger, lambda: _suffer(world, ledger, chance))
-                ledger.catch_up()
-                outcome.done = ledger.expected.damages
         ledger.catch_up()
+        outcome.done += ledger.expected.done
         outcome.pins = ledger.expected.pins
         for fact in ledger.everything():
             if fact["fact"] == "fault":
@@ -230,15 +227,15 @@ def _pull_or_bring_back(world: World, ledger: Ledger, chance: random.Random) -> 
     """Return the absent drive, take one away, or neither."""
     if chance.random() < 0.7:
         world.bring_back()
-    elif world.may_lose_one(ledger.expected.met):
+    elif world.may_lose_one(ledger.expected.drives.met):
         world.take_away(chance.choice(world.ssds))
 
 
 def _follow(world: World, ledger: Ledger) -> None:
     """Take over the number and size of drives from what a child recorded."""
-    expected = ledger.expected
-    world.ssds = expected.ssds or world.ssds
-    world.ssd_segments = expected.segments or world.ssd_segments
+    drives = ledger.expected.drives
+    world.ssds = drives.numbers or world.ssds
+    world.ssd_segments = drives.segments or world.ssd_segments
     world.have_room_for_all()
 
 
@@ -610,7 +607,7 @@ def must_be_there(world: World, ledger: Ledger) -> set[int]:
     room = world.ssd_bytes
     if mix.hdds:
         room = min(room, mix.hdds * mix.hdd_segments * 2 * SEGMENT_BYTES)
-    if not expected.shrunk and 4 * expected.put_bytes < room:
+    if not expected.drives.shrunk and 4 * expected.put_bytes < room:
         there |= expected.flushed
     return there
 

@@ -12,6 +12,7 @@ from kvdepot.config.settings import Config, load
 from kvdepot.core.block import BlockKey
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
+from kvdepot.depot import Depot
 from kvdepot.io.files import EngineKind, Files
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
@@ -268,7 +269,7 @@ def residents(store: Store) -> list[int]:
         ]
 
 
-def read_blocks(store: Store, blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
+def read_blocks(store: Depot, blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
     """Get blocks. Returns the hits with right bytes and the hits with wrong bytes."""
     right: list[Block] = []
     wrong: list[Block] = []
