@@ -218,9 +218,11 @@ def test_a_count_that_lies_gives_no_token_ids() -> None:
 
 
 def test_no_flipped_bit_of_a_head_raises_or_lets_a_size_through_that_is_none() -> None:
-    """Memory holds heads without a checksum that is checked; a tier holds them with one."""
-    nbytes = CHUNK - 5
-    for bit in range(8 * HEAD_BYTES):
+    """Memory holds heads without a checksum that is checked; a tier holds them with one. Every bit
+    of the fields, and some of the token ids behind them.
+    """
+    nbytes, fields = CHUNK - 5, 8 * (TABLE_OFFSET + 8)
+    for bit in (*range(fields), *range(fields, 8 * HEAD_BYTES, 41)):
         image = placed(nbytes)
         image[bit // 8] ^= 1 << bit % 8
         assert 0 <= own_chunk_bytes(image, KEY, nbytes) <= SIZE_MAX
@@ -229,7 +231,7 @@ def test_no_flipped_bit_of_a_head_raises_or_lets_a_size_through_that_is_none() -
         filled_tokens(image, nbytes, CHUNK)
         stamp_of(image)
         head = parse_head(image)
-        if bit < 8 * (TABLE_OFFSET + 8):
+        if bit < fields:
             assert head is None, "its checksum is wrong"
         place(image, 77)
         again = parse_head(image)  # as a writer that did not look would have closed it

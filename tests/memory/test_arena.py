@@ -165,8 +165,7 @@ class TestRoom:
                 assert store.put_many([key], [bytes(self.SMALL)])[0]
             for number in range(300):
                 assert store.put_many([large.keys([number] * 16)[0]], [bytes(self.LARGE)])[0]
-                for key in busy:
-                    touch(store, [key])
+                touch(store, busy)
             assert sum(len(store.match([key])) for key in busy) == len(busy)
 
     def test_leased_blocks_do_not_make_way_for_another_class(self) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 import kvdepot
+from kvdepot.volumes.log import volume
 
 
 @pytest.fixture(params=["embedded", pytest.param("daemon", marks=pytest.mark.slow)])
@@ -10,3 +11,9 @@ def embedded_or_attached(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     """What `kvdepot.open` opens in the test."""
     if request.param == "daemon":
         monkeypatch.setattr(kvdepot, "open", request.getfixturevalue("open_through_daemon"))
+
+
+@pytest.fixture
+def quick_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The background thread looks at drives every 20 ms instead of every second."""
+    monkeypatch.setattr(volume, "_LOOK_S", 0.02)

@@ -1,13 +1,9 @@
 """The store through its public face, as somebody types it who has only read the README."""
 
-import random
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from tests.support.small_store import (
     BLOCK,
@@ -16,7 +12,6 @@ from tests.support.small_store import (
     IN_DRAM,
     RECORD,
     TOKENS,
-    files_bytes,
     flood,
     prompt,
     put,
@@ -24,90 +19,16 @@ from tests.support.small_store import (
     space_of,
     tiers,
 )
-from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.config.settings import load
-from kvdepot.errors import LeaseError, StoreClosedError
 from kvdepot.store.open import assemble
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import touch
 
 
 @pytest.mark.usefixtures("embedded_or_attached")
 class TestPutAndGet:
-    def test_blocks_come_back_from_memory_and_after_a_restart_from_disk(
-        self, tmp_path: Path
-    ) -> None:
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            keys = prompt(space_of(store), 1, 8)
-            assert put(store, keys) == [kvdepot.PutResult.STORED] * 8
-            assert put(store, keys) == [kvdepot.PutResult.PRESENT] * 8
-            assert tiers(store, keys) == ["dram"] * 8
-            assert store.flush()
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            keys = prompt(space_of(store), 1, 8)
-            assert store.match(keys).tiers == ("ssd",) * 8
-            assert tiers(store, keys) == ["ssd"] * 8
-            assert store.admin.check()
-
-    def test_a_hit_on_disk_brings_the_block_to_memory(self, tmp_path: Path) -> None:
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            keys = prompt(space_of(store), 1, 8)
-            put(store, keys)
-            store.flush()
-            flood(store, space_of(store), 2 * IN_DRAM)
-            assert tiers(store, keys) == ["ssd"] * 8
-            assert tiers(store, keys) == ["dram"] * 8
-            assert store.stats()["counters"]["promoted"] == 8
-
-    def test_promotion_can_be_switched_off(self, tmp_path: Path) -> None:
-        with kvdepot.open(**settings(tmp_path / "kv", promote=False)) as store:
-            keys = prompt(space_of(store), 1, 8)
-            put(store, keys)
-            store.flush()
-            flood(store, space_of(store), 2 * IN_DRAM)
-            assert tiers(store, keys) == ["ssd"] * 8
-            assert tiers(store, keys) == ["ssd"] * 8
-
-    def test_a_batch_answers_for_each_block(self, tmp_path: Path) -> None:
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            keys = prompt(space_of(store), 1, 40)
-            put(store, keys[::2])
-            assert tiers(store, keys) == ["dram", None] * 20
-            assert store.get_many([keys[1]], [bytearray(BLOCK)])[0].reason == "absent"
-            assert len(store.match(keys)) == 1
-            assert store.get_many([], []) == []
-            assert store.put_many([], []) == []
-
-    def test_the_same_block_twice_in_a_batch(self, tmp_path: Path) -> None:
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            key = prompt(space_of(store), 1, 1)[0]
-            assert put(store, [key, key]) == [kvdepot.PutResult.STORED, kvdepot.PutResult.PRESENT]
-            store.flush()
-            flood(store, space_of(store), 2 * IN_DRAM)
-            assert tiers(store, [key] * 20) == ["ssd"] + ["dram"] * 19, "read once"
-            assert store.flush()
-            assert store.stats()["leased"] == 0
-
-    @pytest.mark.parametrize("kind", ["bytes", "bytearray", "memoryview", "numpy", "float16"])
-    def test_any_contiguous_buffer_will_do(self, tmp_path: Path, kind: str) -> None:
-        payload = bytes(range(256)) * (BLOCK // 256)
-        given: Any = {
-            "bytes": payload,
-            "bytearray": bytearray(payload),
-            "memoryview": memoryview(payload),
-            "numpy": np.frombuffer(payload, np.uint8).reshape(2, 64, -1),
-            "float16": np.frombuffer(payload, np.float16),
-        }[kind]
-        target: Any = np.zeros(BLOCK // 4, np.float32) if kind == "numpy" else bytearray(BLOCK)
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            key = prompt(space_of(store), 1, 1)[0]
-            assert store.put_many([key], [given])[0]
-            assert store.get_many([key], [target])[0]
-            assert bytes(target) == payload
-
     @pytest.mark.parametrize("offset", [1, 7, 4095])
     def test_buffers_need_no_alignment(self, tmp_path: Path, offset: int) -> None:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
@@ -185,58 +106,6 @@ class TestLayers:
 
 @pytest.mark.usefixtures("embedded_or_attached")
 class TestEviction:
-    def test_the_tail_of_a_prompt_goes_before_its_head(self, seed: int) -> None:
-        """Whatever is used and put: a block in memory has its whole prefix in memory."""
-        rng = random.Random(seed)
-        with kvdepot.open(dram=DRAM) as store:
-            prompts = [prompt(space_of(store), number, 25) for number in range(12)]
-            for _ in range(60):
-                keys = rng.choice(prompts)[: rng.randrange(1, 26)]
-                if rng.random() < 0.5:
-                    touch(store, keys)
-                else:
-                    put(store, keys)
-                for other in prompts:
-                    resident = sum(len(store.match([key])) for key in other)
-                    assert resident == len(store.match(other))
-            assert store.stats()["counters"]["evicted_dram"] > 0
-
-    def test_the_prompt_used_least_recently_goes_first(self) -> None:
-        with kvdepot.open(dram=DRAM) as store:
-            space = space_of(store)
-            first, second = prompt(space, 1, 10), prompt(space, 2, 10)
-            put(store, first)
-            put(store, second)
-            assert touch(store, first) == 10
-            flood(store, space, IN_DRAM - 10)
-            assert len(store.match(first)) == 10
-            assert len(store.match(second)) < 10
-
-    def test_leased_blocks_survive_in_memory_while_both_tiers_overflow(
-        self, tmp_path: Path
-    ) -> None:
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            space = space_of(store)
-            keys = prompt(space, 1, 20)
-            put(store, keys)
-            store.flush()
-            with store.lease(keys) as lease:
-                assert len(lease) == 20
-                assert list(lease) == keys
-                flood(store, space, 2 * DISK // RECORD)
-                assert store.match(keys).tiers == ("dram",) * 20
-                views = [lease.view(index) for index in range(20)]
-                for key, view in zip(keys, views, strict=True):
-                    assert view is not None
-                    assert view.readonly
-                    assert view == payload_for(key, BLOCK)
-                    view.release()
-            assert store.flush()
-            stats = store.stats()
-            assert stats["leased"] == 0
-            assert stats["counters"]["reclaimed_segments"] > 0
-            assert store.admin.check()
-
     def test_leased_blocks_survive_on_disk_while_it_is_overwritten_twice(
         self, tmp_path: Path
     ) -> None:
@@ -254,27 +123,6 @@ class TestEviction:
             flood(store, space, 5 * DISK // RECORD, first=9000)
             assert len(store.match(keys)) < 20, "without the lease they go"
             assert store.admin.check()
-
-    def test_disk_use_stays_within_its_capacity(self, tmp_path: Path) -> None:
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            flood(store, space_of(store), 2 * DISK // RECORD)
-            store.flush()
-            assert files_bytes(tmp_path / "kv") <= DISK
-            assert store.stats()["tiers"]["ssd"]["held_bytes"] <= DISK
-
-    def test_a_lease_ends_once(self, tmp_path: Path) -> None:
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            keys = prompt(space_of(store), 1, 4)
-            put(store, keys[:3])
-            lease = store.lease(keys)
-            assert len(lease) == 3
-            assert store.stats()["leased"] == 3
-            lease.release()
-            with pytest.raises(LeaseError, match="released"):
-                lease.release()
-            with pytest.raises(LeaseError, match="released"):
-                lease.view(0)
-            assert store.stats()["leased"] == 0
 
 
 class TestThrottle:
@@ -303,35 +151,6 @@ class TestThrottle:
         with kvdepot.open(**options) as store:
             space_of(store)
             assert tiers(store, keys + late) == ["ssd"] * (len(keys) + 3)
-
-    def test_a_flush_ends_at_its_deadline_and_tells_what_waits(self, tmp_path: Path) -> None:
-        files = FaultyFiles()
-        options = settings(tmp_path / "kv", write_timeout="120s")
-        with assemble(load(overrides=options), files=files) as store:
-            keys = prompt(space_of(store), 1, 20)
-            files.add(Fault(Call.RUN_WRITE, Stall(), times=None))
-            put(store, keys)
-            assert eventually(lambda: files.counts[Call.RUN_WRITE] > 0), "the writer has begun"
-            began = time.monotonic()
-            report = store.flush(timeout_s=0.05)
-            took_s = time.monotonic() - began
-            files.clear()
-            assert not report
-            assert report.waiting == 20
-            assert took_s < 100.0, "a write gives up after 120 s"
-
-    def test_without_patience_a_put_does_not_wait_at_all(self, tmp_path: Path) -> None:
-        files = FaultyFiles()
-        with assemble(load(overrides=settings(tmp_path / "kv")), files=files) as store:
-            keys = prompt(space_of(store), 1, IN_DRAM)
-            files.add(Fault(Call.RUN_WRITE, Stall(), times=None))
-            payloads = [payload_for(key, BLOCK) for key in keys]
-            answers = store.put_many(keys, payloads, timeout_s=0.0)
-            limit = DRAM // 2 // RECORD
-            assert answers == [kvdepot.PutResult.STORED] * len(keys)
-            counters = store.stats()["counters"]
-            assert (counters["put_throttled"], counters["put_deferred"]) == (0, len(keys) - limit)
-            files.clear()
 
     def test_a_put_that_writes_through_is_throttled(self, tmp_path: Path) -> None:
         """It promises that the disk has what memory has."""
@@ -366,58 +185,6 @@ class TestIdle:
         assert {f"kvdepot-ssd-write-{number}" for number in range(4)} <= names
         store.close()
         assert not [t.name for t in threading.enumerate() if t.name.startswith("kvdepot")]
-
-
-@pytest.mark.usefixtures("embedded_or_attached")
-class TestClose:
-    def test_closing_writes_down_what_waits(self, tmp_path: Path) -> None:
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            keys = prompt(space_of(store), 1, 30)
-            put(store, keys)
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            space_of(store)
-            assert tiers(store, keys) == ["ssd"] * 30
-
-    def test_closing_twice_is_closing_once(self, tmp_path: Path) -> None:
-        store = kvdepot.open(**settings(tmp_path / "kv"))
-        assert store.close()
-        assert store.close()
-
-    def test_a_closed_store_says_so(self, tmp_path: Path) -> None:
-        store = kvdepot.open(**settings(tmp_path / "kv"))
-        space = space_of(store)
-        key = prompt(space, 1, 1)[0]
-        store.close()
-        calls: list[Callable[[], object]] = [
-            lambda: store.put_many([key], [bytes(BLOCK)])[0],
-            lambda: store.put_many([key], [bytes(BLOCK)]),
-            lambda: store.get_many([key], [bytearray(BLOCK)])[0],
-            lambda: store.get_many([key], [bytearray(BLOCK)]),
-            lambda: store.match([key]),
-            lambda: store.lease([key]),
-            lambda: touch(store, [key]),
-            lambda: store.remove(key),
-            lambda: store.remove(namespace=space),
-            lambda: space_of(store),
-            store.flush,
-            store.admin.check,
-            store.stats,
-        ]
-        for call in calls:
-            with pytest.raises(StoreClosedError, match="closed"):
-                call()
-
-    def test_a_lease_may_outlive_the_store(self, tmp_path: Path) -> None:
-        store = kvdepot.open(**settings(tmp_path / "kv"))
-        keys = prompt(space_of(store), 1, 2)
-        put(store, keys)
-        lease = store.lease(keys)
-        view = lease.view(0)
-        assert view is not None
-        assert store.close()
-        assert view == payload_for(keys[0], BLOCK), "a view keeps its memory"
-        lease.release()
-        view.release()
 
 
 def test_stats_tell_what_happened(tmp_path: Path) -> None:

@@ -322,12 +322,6 @@ class TestConfiguration:
         with pytest.raises(ConfigError, match=r"gone\.toml"):
             kvdepot.open(tmp_path / "gone.toml")
 
-    def test_a_namespace_with_a_field_nobody_knows(self, corner: Corner) -> None:
-        with pytest.raises(ConfigError, match="modle"):
-            corner.store.namespace(model="m", layout=LAYOUT, modle="x")
-        with pytest.raises(ConfigError, match="model"):
-            corner.store.namespace(model="", layout=LAYOUT)
-
     @pytest.mark.parametrize("mode", [0o500, 0o000])
     def test_a_directory_without_permission(self, mode: int) -> None:
         with tempfile.TemporaryDirectory() as outer:

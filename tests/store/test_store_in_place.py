@@ -9,8 +9,6 @@ import pytest
 
 import kvdepot
 from kvdepot.config.settings import load
-from kvdepot.core.block import PutResult
-from kvdepot.format.record import record_bytes
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
@@ -30,21 +28,6 @@ def config(path: Path | None, dram: int = 4 << 20) -> kvdepot.Config:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return assemble(config(tmp_path / "kv"))
-
-
-def test_a_reservation_takes_what_fits_and_throttles_the_rest() -> None:
-    with assemble(config(None, dram=1 << 20)) as store:
-        keys = prompt(space_of(store), 1, 40)
-        with store.reserve(keys, timeout_s=0.0) as slots:
-            stored = slots.outcomes.count(PutResult.STORED)
-            fits = (1 << 20) // record_bytes(BLOCK_BYTES)
-            assert fits // 2 <= stored <= fits
-            assert slots.outcomes == [PutResult.STORED] * stored + [PutResult.THROTTLED] * (
-                40 - stored
-            )
-            assert slots.view(stored) is None
-            with store.reserve(keys[stored:], timeout_s=0.0) as more:
-                assert more.outcomes == [PutResult.THROTTLED] * (40 - stored)
 
 
 def test_memory_comes_first_then_the_disk(tmp_path: Path) -> None:

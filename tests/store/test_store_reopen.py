@@ -9,10 +9,8 @@ from typing import Any, ClassVar
 import pytest
 from tests.support.small_store import (
     BLOCK,
-    DISK,
     IN_DRAM,
     LAYOUT,
-    RECORD,
     files_bytes,
     flood,
     prompt,
@@ -39,32 +37,6 @@ def fingerprints(folder: Path) -> dict[str, str]:
 
 
 class TestRemoval:
-    def test_a_removed_block_is_gone_now_and_after_a_restart(self, tmp_path: Path) -> None:
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            keys = prompt(space_of(store), 1, 10)
-            put(store, keys)
-            store.flush()
-            assert store.remove(keys[4]) == 1
-            assert store.remove(keys[6:8]) == 2
-            assert store.remove(keys[6:8]) == 0
-            assert len(store.match(keys)) == 4
-        expected = [None if n in (4, 6, 7) else "ssd" for n in range(10)]
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            space_of(store)
-            assert tiers(store, keys) == expected
-            assert store.admin.check()
-
-    def test_a_block_put_again_after_its_removal_stays(self, tmp_path: Path) -> None:
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            keys = prompt(space_of(store), 1, 5)
-            for _ in range(3):
-                assert put(store, keys) == [kvdepot.PutResult.STORED] * 5
-                assert store.remove(keys) == 5
-            put(store, keys)
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            space_of(store)
-            assert tiers(store, keys) == ["ssd"] * 5
-
     def test_a_leased_block_vanishes_from_lookups_and_stays_for_its_lease(
         self, tmp_path: Path
     ) -> None:
@@ -141,25 +113,6 @@ class TestRemoval:
                 assert tiers(store, new) == ["ssd"] * 5
                 assert tiers(store, other) == ["ssd"] * 30
                 assert store.admin.check()
-
-    def test_removals_survive_the_reclaim_of_the_segment_that_noted_them(
-        self, tmp_path: Path
-    ) -> None:
-        """Leased blocks are moved on, so their segments die around them; the notes must not."""
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            space = space_of(store)
-            keys = prompt(space, 1, 40)
-            put(store, keys)
-            store.flush()
-            store.remove(keys[20:])
-            with store.lease(keys[:20]):
-                flood(store, space, 2 * DISK // RECORD)
-                store.flush()
-            assert len(store.match(keys)) == 20
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            space_of(store)
-            assert tiers(store, keys)[20:] == [None] * 20
-            assert store.admin.check()
 
 
 def put_payload(key: kvdepot.BlockKey) -> bytes:

@@ -15,12 +15,9 @@ needs_other_user = pytest.mark.skipif(
     os.geteuid() != 0, reason="needs a second user, which only root can be: run as root"
 )
 _BECOME = """
-import ctypes, errno, fcntl, json, mmap, os, signal, socket, stat, struct, sys, tempfile, threading
+import os, socket, sys
 from pathlib import Path
-import kvdepot, kvdepot.daemon.client.open, kvdepot.daemon.server.daemon
-import kvdepot.cli.main, kvdepot.cli.serve
-from kvdepot.daemon.wire.frames import Channel, FrameKind
-from tests.support.raw_client import hello
+{imports}
 os.setgroups([])
 os.setgid({uid})
 os.setuid({uid})
@@ -28,9 +25,14 @@ os.chdir("/")
 """
 
 
-def as_other_user(code: str, *arguments: object, uid: int = OTHER_USERS[0]) -> str:
-    """What the code prints when another user runs it; the last line of its error if it fails."""
-    command = [sys.executable, "-c", _BECOME.format(uid=uid) + code, *map(str, arguments)]
+def as_other_user(
+    code: str, *arguments: object, uid: int = OTHER_USERS[0], imports: str = ""
+) -> str:
+    """What the code prints when another user runs it; the last line of its error if it fails.
+    `imports` run before: the other user may not be able to read our sources.
+    """
+    become = _BECOME.format(uid=uid, imports=imports)
+    command = [sys.executable, "-c", become + code, *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     return ended.stdout.strip() or ended.stderr.strip().rpartition("\n")[2]
 
@@ -40,7 +42,8 @@ def other_user_running(
     code: str, *arguments: object, uid: int = OTHER_USERS[0]
 ) -> Iterator[Callable[[], str]]:
     """`as_other_user` beside the test, killed at the end; gives what reads its next line."""
-    command = [sys.executable, "-c", _BECOME.format(uid=uid) + code, *map(str, arguments)]
+    become = _BECOME.format(uid=uid, imports="")
+    command = [sys.executable, "-c", become + code, *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

@@ -138,7 +138,7 @@ def test_a_daemon_that_is_too_busy_to_answer_is_waited_for(
     process = shared_depot.start_daemon(config.socket, config)
     assert connections.is_served(config.socket)
     os.kill(process, signal.SIGSTOP)
-    later = threading.Timer(1.0, os.kill, (process, signal.SIGCONT))
+    later = threading.Timer(0.5, os.kill, (process, signal.SIGCONT))
     later.start()
     depot = shared_depot.open_depot(config, one_process=False)
     later.join()

@@ -29,6 +29,10 @@ print("listening", flush=True)
 connected, _ = listening.accept()
 print(len(connected.recv(1 << 16)), flush=True)
 """
+IMPORTS = """
+from kvdepot.daemon.wire.frames import Channel, FrameKind
+from tests.support.raw_client import hello
+"""
 GREET = """
 connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connected.connect(sys.argv[1])
@@ -87,9 +91,9 @@ def test_commands_trust_the_daemon_of_the_user_whom_the_environment_names(
 def test_a_daemon_serves_no_other_user_whatever_the_sockets_mode(public: Path, uid: int) -> None:
     with DaemonProcess(public, small(public / "kv")) as daemon:
         assert stat.S_IMODE(daemon.socket.stat().st_mode) == 0o600
-        assert "Permission denied" in as_other_user(GREET, daemon.socket, uid=uid)
+        assert "Permission denied" in as_other_user(GREET, daemon.socket, imports=IMPORTS, uid=uid)
         daemon.socket.chmod(0o777)
-        assert as_other_user(GREET, daemon.socket, uid=uid) == "REFUSED 0"
+        assert as_other_user(GREET, daemon.socket, imports=IMPORTS, uid=uid) == "REFUSED 0"
         with kvdepot.open(daemon.address) as store:
             assert store.stats()["daemon"]["counters"]["refused"] == 1
 
@@ -98,9 +102,9 @@ def test_a_daemon_serves_no_other_user_whatever_the_sockets_mode(public: Path, u
 def test_a_daemon_serves_its_group(public: Path) -> None:
     member, other = OTHER_USERS
     with DaemonProcess(public, small(public / "kv"), "--group", "nogroup") as daemon:
-        assert as_other_user(GREET, daemon.socket, uid=member) == "WELCOME 2"
+        assert as_other_user(GREET, daemon.socket, imports=IMPORTS, uid=member) == "WELCOME 2"
         daemon.socket.chmod(0o777)
-        assert as_other_user(GREET, daemon.socket, uid=other) == "REFUSED 0"
+        assert as_other_user(GREET, daemon.socket, imports=IMPORTS, uid=other) == "REFUSED 0"
 
 
 @needs_other_user

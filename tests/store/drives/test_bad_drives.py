@@ -22,6 +22,7 @@ from kvdepot.store.check.repair import repair
 from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
+pytestmark = pytest.mark.usefixtures("quick_watchdog")
 Harm = Callable[[Path], None]
 QUICK = {"retry_initial": 0.01, "retry_max": 0.05}
 

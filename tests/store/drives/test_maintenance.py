@@ -33,6 +33,8 @@ from kvdepot.testing.emulation import DriveModel, open_emulated
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
 from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
+pytestmark = pytest.mark.usefixtures("quick_watchdog")
+
 
 def two_drives(folder: Path, **ssd: Any) -> dict[str, Any]:
     paths = [str(folder / "a"), str(folder / "b")]

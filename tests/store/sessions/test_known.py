@@ -31,16 +31,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 class TestNames:
-    def test_a_name_stands_for_the_keys_that_were_given(self, store: Store) -> None:
-        keys = prompt(space_of(store), 1, 6)
-        put(store, keys[:4])
-        assert store.sessions.name("chat", keys) == 4, "the others are not here"
-        put(store, keys)
-        assert store.sessions.name("chat", state="pending") == 6
-        assert store.sessions.name("chat", state="closed") == 6
-        assert store.sessions.name("chat") == 0, "a closed session is forgotten"
-        assert store.sessions.name("another") == 0
-
     def test_a_longer_prompt_replaces_the_one_before(self, store: Store) -> None:
         keys = prompt(space_of(store), 1, 6)
         put(store, keys)

@@ -16,6 +16,8 @@ from kvdepot.store.store import Store
 from kvdepot.testing.store_contract import prompt, put, small, space_of
 from kvdepot.volumes.records import BlockingReads
 
+pytestmark = pytest.mark.usefixtures("quick_watchdog")
+
 
 class Watch:
     """A time of day that tests set."""
