@@ -6,6 +6,7 @@ store in this process (`store.store.Store`) or of a daemon (`daemon.client.remot
 
 import builtins
 import os
+import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,9 @@ BLOCK_BYTES_MAX: Final = (1 << 31) - 8192
 """Largest block. Its record is the most that one system call reads or writes."""
 _WAIT_LOOK_S: Final = 0.02
 """Interval between two lookups of `wait_for`."""
+_BLOCK: Final = struct.Struct("<32s5qQ")
+"""A row of BLOCK_DTYPE."""
+_UNUSABLE: Final = (builtins.BufferError, ValueError, TypeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +175,7 @@ class Depot(ABC):
         read.
         """
         keys, intos = list(keys), list(intos)
-        blocks = self._namespaces.targets(keys, intos, layers)
+        blocks = self._namespaces.blocks(keys, intos, writable=True, layers=layers)
         limit_s = self._defaults.read_timeout_s if timeout_s is None else timeout_s
         return [ANSWERS[code] for code in self._calls.read(blocks, limit_s)]
 
@@ -318,19 +322,39 @@ class Namespaces:
         for key in {key[:TAG_BYTES]: key for key in keys}.values():
             self.of(key)
 
-    def blocks(self, keys: Sequence[BlockKey]) -> Array:
-        """Whole blocks, as rows of BLOCK_DTYPE without an address."""
-        checked(keys)
-        rows = np.zeros(len(keys), BLOCK_DTYPE)
-        rows["key"] = as_words(keys)
-        tags = rows["key"][:, 0]
-        for tag in set(tags.tolist()):
-            space, mine = self._known.get(tag.to_bytes(TAG_BYTES, "little")), tags == tag
-            if space is None:
-                raise _unknown()
-            rows["payload_bytes"][mine] = rows["stop"][mine] = space.block_bytes
-            rows["chunk_bytes"][mine], rows["producer"][mine] = space.chunk_bytes, space.producer
-        return rows
+    def blocks(
+        self,
+        keys: Sequence[BlockKey],
+        buffers: Sequence[Any] | None = None,
+        *,
+        writable: bool = False,
+        layers: range | None = None,
+    ) -> Array:
+        """Rows of BLOCK_DTYPE for blocks, or for a range of their layers: with the addresses of
+        the buffers, which the caller keeps alive, or without addresses.
+        """
+        if buffers is not None and len(keys) != len(buffers):
+            raise BadBufferError(f"{len(keys)} keys but {len(buffers)} buffers")
+        known, rows, address = self._known, [], 0
+        for index, key in enumerate(keys):
+            is_key = type(key) is bytes and len(key) == KEY_BYTES
+            space = (known.get(key[:TAG_BYTES]) if is_key else None) or self.of(key)
+            start, stop = 0, space.block_bytes
+            if layers is not None:
+                start, stop = _part(space.layout, layers)
+            if buffers is not None:
+                try:
+                    address, nbytes = address_of(buffers[index], writable)
+                except _UNUSABLE as error:
+                    raise _unusable(buffers[index], error) from error
+                if nbytes != stop - start:
+                    raise BadBufferError(f"the buffer must have {stop - start} bytes, not {nbytes}")
+            rows.append(
+                _BLOCK.pack(
+                    key, space.block_bytes, space.chunk_bytes, address, start, stop, space.producer
+                )
+            )
+        return np.frombuffer(bytearray().join(rows), BLOCK_DTYPE)
 
     def offer(
         self,
@@ -341,41 +365,7 @@ class Namespaces:
         """The offer of a `put_many` or, without buffers, of a `reserve`. The caller keeps the
         buffers alive.
         """
-        rows = self.blocks(keys)
-        if buffers is not None:
-            rows["address"], lengths = _addresses(keys, buffers, writable=False)
-            wrong = np.flatnonzero(lengths != rows["payload_bytes"])
-            if len(wrong):
-                expected, nbytes = rows["payload_bytes"][wrong[0]], lengths[wrong[0]]
-                raise BadBufferError(f"a block has {expected} bytes, the buffer has {nbytes}")
-        return Offer(rows, self._tokens(keys, token_ids))
-
-    def targets(self, keys: Sequence[BlockKey], intos: Sequence[Any], layers: Any) -> Array:
-        """The blocks of a `get_many`, as rows of BLOCK_DTYPE. The caller keeps
-        the buffers alive.
-        """
-        rows = self.blocks(keys)
-        if layers is not None:
-            self._cut(rows, layers)
-        rows["address"], lengths = _addresses(keys, intos, writable=True)
-        wrong = np.flatnonzero(lengths != rows["stop"] - rows["start"])
-        if len(wrong):
-            row = rows[wrong[0]]
-            raise BadBufferError(
-                f"the target must have {row['stop'] - row['start']} bytes, "
-                f"it has {lengths[wrong[0]]}"
-            )
-        return rows
-
-    def _cut(self, rows: Array, layers: Any) -> None:
-        """Restrict the blocks to a range of layers."""
-        if not isinstance(layers, range) or layers.step != 1:
-            raise BadBufferError(f"layers must be consecutive, got {layers}")
-        tags = rows["key"][:, 0]
-        for tag in set(tags.tolist()):
-            layout = self._known[tag.to_bytes(TAG_BYTES, "little")].layout
-            start, nbytes = layout.layer_range(layers.start, layers.stop)
-            rows["start"][tags == tag], rows["stop"][tags == tag] = start, start + nbytes
+        return Offer(self.blocks(keys, buffers), self._tokens(keys, token_ids))
 
     def _tokens(
         self, keys: Sequence[BlockKey], token_ids: TokenIds | None
@@ -457,20 +447,17 @@ def _layout_of(config: Mapping[str, Any] | str | os.PathLike[str], block_tokens:
     return model.groups[0]
 
 
-def _addresses(
-    keys: Sequence[BlockKey], buffers: Sequence[Any], *, writable: bool
-) -> tuple[Array, Array]:
-    """Addresses and lengths of callers' buffers. BadBufferError if one cannot be used."""
-    if len(keys) != len(buffers):
-        raise BadBufferError(f"{len(keys)} keys but {len(buffers)} buffers")
-    buffer: Any = None
-    try:
-        found = [address_of(buffer := one, writable) for one in buffers]
-    except builtins.BufferError as error:
-        raise BadBufferError("the target buffer is read-only") from error
-    except ValueError as error:
-        raise BadBufferError("the buffer is not contiguous") from error
-    except TypeError as error:
-        raise BadBufferError(f"{type(buffer).__name__} is not a buffer") from error
-    columns = np.array(found, np.int64).reshape(-1, 2)
-    return columns[:, 0], columns[:, 1]
+def _part(layout: KVLayout, layers: Any) -> tuple[int, int]:
+    """The first byte of a range of layers, and the end of it."""
+    if not isinstance(layers, range) or layers.step != 1:
+        raise BadBufferError(f"layers must be consecutive, got {layers}")
+    start, nbytes = layout.layer_range(layers.start, layers.stop)
+    return start, start + nbytes
+
+
+def _unusable(buffer: Any, error: Exception) -> BadBufferError:
+    if isinstance(error, builtins.BufferError):
+        return BadBufferError("the target buffer is read-only")
+    if isinstance(error, ValueError):
+        return BadBufferError("the buffer is not contiguous")
+    return BadBufferError(f"{type(buffer).__name__} is not a buffer")

@@ -10,8 +10,7 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.keys import as_words
 from kvdepot.errors import StateError
 from kvdepot.index.catalog import Catalog, Copies
-from kvdepot.index.table import NONE
-from kvdepot.index.tree import FEW
+from kvdepot.index.table import FEW, NONE
 
 
 def on_disk(catalog: Catalog, one: BlockKey) -> int:

@@ -10,8 +10,8 @@ import pytest
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.keys import as_words
-from kvdepot.index.table import NONE, KeyTable
-from kvdepot.index.tree import FEW, HITS_MAX, PrefixTree
+from kvdepot.index.table import FEW, NONE, KeyTable
+from kvdepot.index.tree import HITS_MAX, PrefixTree
 
 PARENTS: dict[int, int | None] = {1: None, 2: 1, 3: 1, 4: 2, 5: 2, 6: 3, 7: None, 8: 7}
 """A small forest: numbers of blocks and of their parents."""

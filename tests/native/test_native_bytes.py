@@ -11,9 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdepot.native import checksum, chunk_checksums
+from kvdepot.core import requests
+from kvdepot.native import HEAD_BYTES, KEY_AT, TABLE_AT, checksum, chunk_checksums
 from kvdepot.native.fallback import CopyRectangle
-from kvdepot.native.ops import RECTANGLE_DTYPE, STRIDED_DTYPE, TRANSFER_DTYPE, VERIFY
+from kvdepot.native.ops import (
+    BLOCK_DTYPE,
+    RECTANGLE_DTYPE,
+    STRIDED_DTYPE,
+    TRANSFER_DTYPE,
+    VERIFY,
+)
 
 
 @pytest.fixture(params=["_native", "fallback"])
@@ -176,3 +183,82 @@ def test_rectangles_end_at_the_first_refusal(native: ModuleType) -> None:
     assert len(seen) == 5
     with pytest.raises(ValueError, match="whole number"):
         native.copy_rectangles(address, b"x" * 47, 2, 0)
+
+
+CHUNK = 1024
+PAYLOAD = 4 * CHUNK + 100
+
+
+def _record(key: bytes) -> Any:
+    """A record in memory, with the key and the checksums in its head."""
+    record = np.zeros(HEAD_BYTES + PAYLOAD, np.uint8)
+    record[HEAD_BYTES:] = np.random.default_rng(1).integers(0, 256, PAYLOAD, np.uint8)
+    record[KEY_AT : KEY_AT + len(key)] = np.frombuffer(key, np.uint8)
+    sums = record[TABLE_AT : TABLE_AT + 8 * -(-PAYLOAD // CHUNK)].view("<u8")
+    chunk_checksums(record[HEAD_BYTES:], CHUNK, sums)
+    return record
+
+
+def _wanted(key: bytes, target: Any, start: int = 0, stop: int = PAYLOAD) -> Any:
+    block = np.zeros(1, BLOCK_DTYPE)
+    block["key"], block["start"], block["stop"] = key, start, stop
+    block["payload_bytes"], block["chunk_bytes"] = PAYLOAD, CHUNK
+    block["address"] = 0 if target is None else target.ctypes.data
+    return block
+
+
+def test_a_block_of_a_call_is_the_same_for_native_code() -> None:
+    ours = requests.BLOCK_DTYPE
+    assert ours.names == BLOCK_DTYPE.names and ours.itemsize == BLOCK_DTYPE.itemsize
+    assert ours.fields is not None and BLOCK_DTYPE.fields is not None
+    for name in ours.names or ():
+        assert ours.fields[name][1] == BLOCK_DTYPE.fields[name][1]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, PAYLOAD), (CHUNK, 3 * CHUNK), (5, CHUNK + 7), (4 * CHUNK, PAYLOAD)]
+)
+def test_a_range_is_copied_out(
+    native: ModuleType, start: int, stop: int, threads: int, verify: bool
+) -> None:
+    key = bytes(range(32))
+    record, target = _record(key), np.full(PAYLOAD + 1, 0xEE, np.uint8)
+    blocks, at = _wanted(key, target, start, stop), np.array([record.ctypes.data])
+    assert native.copy_out(blocks, at, verify, threads) == b"\1"
+    assert np.array_equal(target[: stop - start], record[HEAD_BYTES + start : HEAD_BYTES + stop])
+    assert (target[stop - start :] == 0xEE).all()
+
+
+def test_copy_out_finds_damage_and_the_key_of_another_block(native: ModuleType) -> None:
+    key, other = bytes(32), bytes([1]) * 32
+    records = [_record(key) for _ in range(4)]
+    records[1][HEAD_BYTES + 3 * CHUNK] ^= 1
+    targets = [np.full(PAYLOAD, 0xEE, np.uint8) for _ in records]
+    blocks = np.concatenate([_wanted(key, target) for target in targets])
+    blocks["key"][2] = other
+    blocks["address"][3] = 0
+    at = np.array([record.ctypes.data for record in records])
+    assert native.copy_out(blocks, at, True) == bytes([1, 0, 0, 1])
+    assert (targets[2] == 0xEE).all(), "bytes of another block were copied"
+    assert (targets[3] == 0xEE).all()
+    assert native.copy_out(blocks, at, False) == bytes([1, 1, 0, 1]), "only keys are compared"
+    part = _wanted(key, targets[0], 0, CHUNK)
+    assert native.copy_out(part, at[1:2], True) == b"\1", "the damage is in another chunk"
+    part["start"], part["stop"] = 3 * CHUNK + 5, 3 * CHUNK + 9
+    assert native.copy_out(part, at[1:2], True) == b"\0"
+
+
+def test_copy_out_refuses_a_range_outside_the_payload(native: ModuleType) -> None:
+    key = bytes(32)
+    record = _record(key)
+    at = np.array([record.ctypes.data])
+    assert native.copy_out(np.zeros(0, BLOCK_DTYPE), at[:0], True) == b""
+    for field, value in (("stop", PAYLOAD + 1), ("start", -1), ("chunk_bytes", 0)):
+        block = _wanted(key, None)
+        block[field] = value
+        with pytest.raises(ValueError, match="invalid range"):
+            native.copy_out(block, at, True)
+    with pytest.raises(ValueError, match="one record for each block"):
+        native.copy_out(_wanted(key, None), at[:0], True)

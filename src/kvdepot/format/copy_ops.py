@@ -42,38 +42,6 @@ def spans(blocks: Array) -> tuple[Ints, Ints, Bools]:
     return first, last, (first == start) & (last == stop)
 
 
-def verify_ops(blocks: Array, records: Ints) -> Array:
-    """Operations that verify the wanted ranges, extended to whole chunks, and copy those that need
-    no extension to the addresses of the blocks.
-    """
-    first, last, exact = spans(blocks)
-    ops = np.zeros(len(blocks), TRANSFER_DTYPE)
-    ops["source"], ops["nbytes"] = records + HEAD_BYTES + first, last - first
-    ops["target"] = np.where(exact, blocks["address"], 0)
-    ops["chunk_bytes"], ops["mode"] = blocks["chunk_bytes"], VERIFY
-    ops["table"] = records + TABLE_OFFSET + 8 * (first // blocks["chunk_bytes"])
-    return ops
-
-
-def copy_out(blocks: Array, records: Ints, *, verify: bool) -> Bools:
-    """Copy the wanted ranges to the addresses of the blocks, if they have one. Returns which blocks
-    are intact; all of them without `verify`.
-    """
-    intact, copied = np.ones(len(blocks), bool), np.zeros(len(blocks), bool)
-    if verify:
-        ops = verify_ops(blocks, records)
-        transfer(ops)
-        intact, copied = ops["result"] == 0, ops["target"] != 0
-    rest = np.flatnonzero((blocks["address"] != 0) & ~copied & intact)
-    if len(rest):
-        blocks, records = blocks[rest], records[rest]
-        ops = np.zeros(len(blocks), TRANSFER_DTYPE)
-        ops["source"], ops["target"] = records + HEAD_BYTES + blocks["start"], blocks["address"]
-        ops["nbytes"], ops["mode"] = blocks["stop"] - blocks["start"], COPY
-        transfer(ops)
-    return intact
-
-
 def copy_in(blocks: Array, records: Ints) -> None:
     """Copy whole blocks from their addresses into slots, checksummed in the same pass."""
     ops = np.zeros(len(blocks), TRANSFER_DTYPE)

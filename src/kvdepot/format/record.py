@@ -33,14 +33,14 @@ import numpy.typing as npt
 from kvdepot.core.block import KEY_BYTES, BlockKey
 from kvdepot.core.clock import STAMP_MAX
 from kvdepot.errors import ConfigError
-from kvdepot.native import COPY, TRANSFER_DTYPE, address_of, checksum, transfer
+from kvdepot.native import KEY_AT, TABLE_AT, checksum
 from kvdepot.native.memory import view_at
 
 PAGE: Final = 4096
 HEAD_BYTES: Final = PAGE
 MAGIC: Final = 0x3252564B  # "KVR2"
 VERSION: Final = 2
-TABLE_OFFSET: Final = 192
+TABLE_OFFSET: Final = TABLE_AT
 CHUNKS_MAX: Final = (HEAD_BYTES - TABLE_OFFSET) // 8
 SIZE_MAX: Final = 1 << 40
 """Largest valid size of a payload and of its chunks, in bytes."""
@@ -61,8 +61,7 @@ TOKEN_BYTES: Final = 4
 
 _HEAD: Final = struct.Struct("<QIHH32sQQIHHQQQIIQ")
 _U64: Final = struct.Struct("<Q")
-_KEY_AT: Final = 16
-KEY_WORD: Final = _KEY_AT // 8
+KEY_WORD: Final = KEY_AT // 8
 """The offset of the key in a record, in words of 8 bytes."""
 _TOKENS: Final = struct.Struct("<IQ")
 _SEGMENT_AT: Final = 48
@@ -274,17 +273,7 @@ def stamp_of(image: memoryview) -> int:
 
 def holds_key(memory: memoryview, at: int, key: BlockKey) -> bool:
     """True if the record at `at` names this key. Does not verify the record."""
-    return bytes(memory[at + _KEY_AT : at + _KEY_AT + KEY_BYTES]) == key
-
-
-def keys_at(records: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """The keys in the heads of records at these addresses."""
-    keys = np.empty((len(records), KEY_BYTES // 8), np.uint64)
-    ops = np.zeros(len(records), TRANSFER_DTYPE)
-    ops["source"], ops["nbytes"], ops["mode"] = records + _KEY_AT, KEY_BYTES, COPY
-    ops["target"] = address_of(keys, True)[0] + KEY_BYTES * np.arange(len(records))
-    transfer(ops)
-    return keys
+    return bytes(memory[at + KEY_AT : at + KEY_AT + KEY_BYTES]) == key
 
 
 def own_chunk_bytes(image: memoryview, key: BlockKey, payload_bytes: int) -> int:

@@ -17,8 +17,8 @@ from kvdepot.core.requests import Array
 from kvdepot.errors import StateError
 from kvdepot.index.closed import Closed
 from kvdepot.index.leaves import LeafOrder
-from kvdepot.index.table import NONE, Bools, Column, KeyTable, Rows
-from kvdepot.index.tree import FEW, PrefixTree
+from kvdepot.index.table import FEW, NONE, Bools, Column, KeyTable, Rows
+from kvdepot.index.tree import PrefixTree
 
 _ABSENT, _FILLING, _READY = map(int, (CopyState.ABSENT, CopyState.FILLING, CopyState.READY))
 _ONE: Final = np.int32(1)

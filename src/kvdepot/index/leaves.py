@@ -15,8 +15,8 @@ import numpy as np
 
 from kvdepot.core.order import Lru, Order, SessionState
 from kvdepot.index.queues import LinkedQueues
-from kvdepot.index.table import NONE, Bools, KeyTable, Rows
-from kvdepot.index.tree import FEW, PrefixTree
+from kvdepot.index.table import FEW, NONE, Bools, KeyTable, Rows
+from kvdepot.index.tree import PrefixTree
 
 _OUT: Final = -1
 _ONE: Final = np.int32(1)

@@ -22,6 +22,8 @@ Bools = npt.NDArray[np.bool_]
 NONE: Final = -1
 _KEY: Final = struct.Struct("<QQQQ")
 _FIRST_ROWS: Final = 1024
+FEW: Final = 16
+"""Below this many rows a loop is faster than numpy."""
 
 
 class Column:
@@ -106,7 +108,9 @@ class KeyTable:
 
     def find(self, key: BlockKey) -> int:
         """The key's row, or NONE."""
-        words = _KEY.unpack(key)
+        return self._find(_KEY.unpack(key))
+
+    def _find(self, words: tuple[int, ...]) -> int:
         slots, flat, mask = self._slots, self._flat, self._mask
         slot = words[2] & mask
         while row := slots[slot]:
@@ -134,6 +138,8 @@ class KeyTable:
 
     def find_many(self, words: Keys) -> Rows:
         """Rows of many keys at once, NONE where absent."""
+        if len(words) < FEW:
+            return np.array([self._find(key) for key in map(tuple, words.tolist())], np.int64)
         rows = self._probe_digests(words[:, 2])
         found = self._words[rows]
         if found.tobytes() == words.tobytes():

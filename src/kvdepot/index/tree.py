@@ -10,11 +10,9 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.index.table import NONE, Bools, KeyTable, Rows
+from kvdepot.index.table import FEW, NONE, Bools, KeyTable, Rows
 
 HITS_MAX: Final = 65_535
-FEW: Final = 16
-"""Below this many rows a loop is faster than numpy."""
 
 
 class PrefixTree:

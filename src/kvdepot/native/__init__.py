@@ -13,14 +13,17 @@ import numpy as np
 
 from kvdepot.native import fallback
 from kvdepot.native.ops import (
+    BLOCK_DTYPE,
     COPY,
     FILL,
     HEAD_BYTES,
     IO_DTYPE,
+    KEY_AT,
     READ,
     RECTANGLE_DTYPE,
     STRIDED_DTYPE,
     SYNC,
+    TABLE_AT,
     TRANSFER_DTYPE,
     VERIFY,
     WRITE,
@@ -43,14 +46,14 @@ else:
         NAME = "python"
 
 __all__ = [
-    "COPY", "FILL", "HEAD_BYTES", "IO_DTYPE", "NAME", "READ", "RECTANGLE_DTYPE", "STRIDED_DTYPE",
-    "SYNC", "TRANSFER_DTYPE", "VERIFY", "WRITE", "IoEngine", "PendingOps", "address_of", "checksum",
-    "chunk_checksums", "copy_rectangles", "gather", "open_engine", "scatter", "transfer",
-    "uring_available",
+    "BLOCK_DTYPE", "COPY", "FILL", "HEAD_BYTES", "IO_DTYPE", "KEY_AT", "NAME", "READ",
+    "RECTANGLE_DTYPE", "STRIDED_DTYPE", "SYNC", "TABLE_AT", "TRANSFER_DTYPE", "VERIFY", "WRITE",
+    "IoEngine", "PendingOps", "address_of", "checksum", "chunk_checksums", "copy_out",
+    "copy_rectangles", "gather", "open_engine", "scatter", "transfer", "uring_available",
 ]  # fmt: skip
 
 address_of, uring_available = _chosen.address_of, _chosen.uring_available
-checksum, transfer = _chosen.checksum, _chosen.transfer
+checksum, transfer, copy_out = _chosen.checksum, _chosen.transfer, _chosen.copy_out
 gather, scatter, copy_rectangles = _chosen.gather, _chosen.scatter, _chosen.copy_rectangles
 
 

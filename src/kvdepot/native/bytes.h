@@ -70,6 +70,19 @@ enum { TRANSFER_COPY, TRANSFER_FILL, TRANSFER_VERIFY };
 /* `threads` share the work, the caller's included; they end with the call. */
 void transfer_run(struct transfer_op *ops, size_t count, int threads);
 
+/* A block of a call, as core.requests.BLOCK_DTYPE, and where the parts of its record are. */
+struct block {
+    uint64_t key[4];
+    int64_t payload_bytes, chunk_bytes, address, start, stop;
+    uint64_t producer;
+};
+enum { RECORD_KEY_AT = 16, RECORD_TABLE_AT = 192, RECORD_HEAD_BYTES = 4096 };
+/* Copy payload[start:stop] of each record to the address of its block, if it has one. `intact` is 1
+ * if the record has the key of the block and, with `verify`, the right checksums in all chunks of
+ * that range; else its target is undefined. `ops` has room for each block. */
+void copy_out_run(const struct block *blocks, const uint64_t *records, struct transfer_op *ops,
+                  uint8_t *intact, size_t count, int verify, int threads);
+
 /* One chunk of a verified copy; target may be NULL. 0 or -EBADMSG. */
 int verify_chunk(uint8_t *target, const uint8_t *source, size_t nbytes, uint64_t expected,
                  int stream);

@@ -133,6 +133,47 @@ void transfer_run(struct transfer_op *ops, size_t count, int threads)
         transfer_one(&ops[i], stream);
 }
 
+/* What to verify or copy of one record. Returns 1 if the range has to be copied afterwards, because
+ * it ends within chunks. */
+static int plan_copy_out(const struct block *block, uint64_t record, int verify,
+                         struct transfer_op *op)
+{
+    int64_t start = block->start, stop = block->stop, chunk = block->chunk_bytes;
+    uint64_t payload = record + RECORD_HEAD_BYTES;
+    *op = (struct transfer_op){.source = payload + start, .target = block->address,
+                               .nbytes = stop - start, .mode = TRANSFER_COPY};
+    if (!verify)
+        return 0;
+    int64_t first = start / chunk * chunk, last = (stop + chunk - 1) / chunk * chunk;
+    last = last < block->payload_bytes ? last : block->payload_bytes;
+    int whole = first == start && last == stop;
+    *op = (struct transfer_op){.source = payload + first, .target = whole ? block->address : 0,
+                               .nbytes = last - first, .chunk_bytes = chunk,
+                               .table = record + RECORD_TABLE_AT + first / chunk * 8,
+                               .mode = TRANSFER_VERIFY};
+    return !whole && block->address;
+}
+
+void copy_out_run(const struct block *blocks, const uint64_t *records, struct transfer_op *ops,
+                  uint8_t *intact, size_t count, int verify, int threads)
+{
+    for (size_t i = 0; i < count; i++) {
+        const uint8_t *record = (const uint8_t *)(uintptr_t)records[i];
+        intact[i] = memcmp(record + RECORD_KEY_AT, blocks[i].key, sizeof blocks[i].key) == 0;
+        plan_copy_out(&blocks[i], records[i], verify, &ops[i]);
+        if (!intact[i])
+            ops[i].nbytes = 0;
+    }
+    transfer_run(ops, count, threads);
+    for (size_t i = 0; i < count; i++) {
+        intact[i] = intact[i] && ops[i].result == 0;
+        if (intact[i] && plan_copy_out(&blocks[i], records[i], verify, &ops[i])) {
+            plan_copy_out(&blocks[i], records[i], 0, &ops[i]);
+            transfer_one(&ops[i], 0);
+        }
+    }
+}
+
 void gather_pieces(uint8_t *target, const struct strided *pieces, size_t count, int stream)
 {
     for (const struct strided *piece = pieces; piece < pieces + count; piece++) {

@@ -10,10 +10,14 @@ import numpy as np
 
 from kvdepot.native.memory import Bytes, address_of, records_at, rows_at, view_at
 from kvdepot.native.ops import (
+    BLOCK_DTYPE,
     COPY,
     FILL,
+    HEAD_BYTES,
+    KEY_AT,
     RECTANGLE_DTYPE,
     STRIDED_DTYPE,
+    TABLE_AT,
     TRANSFER_DTYPE,
     VERIFY,
 )
@@ -67,6 +71,36 @@ def transfer_one(
     if target:
         ctypes.memmove(target, source, nbytes)
     return 0
+
+
+def copy_out(blocks: Any, records: Any, verify: bool, threads: int = 1) -> bytes:
+    """Copy payload[start:stop] of the records at these addresses (i64) to the addresses of their
+    blocks (BLOCK_DTYPE), if they have one. In C, `threads` share the work by chunks.
+
+    Returns a byte for each block: 1 if its record has the key of the block and, with `verify`, the
+    right checksums in all chunks of that range; else 0, and its target is undefined.
+    """
+    rows = records_at(blocks, BLOCK_DTYPE, writable=False).tolist()
+    places = records_at(records, np.dtype([("at", "<i8")]), writable=False)["at"].tolist()
+    if len(rows) != len(places) or not all(
+        chunk > 0 and 0 <= start <= stop <= size for _, size, chunk, _, start, stop, _ in rows
+    ):
+        raise ValueError("not one record for each block, or an invalid range")
+    return bytes(
+        _copy_record(row, place, verify=verify) for row, place in zip(rows, places, strict=True)
+    )
+
+
+def _copy_record(row: tuple[Any, ...], record: int, *, verify: bool) -> bool:
+    key, payload_bytes, chunk, target, start, stop, _ = row
+    if view_at(record + KEY_AT, len(key)).tobytes() != key:
+        return False
+    if verify:
+        first, last = start // chunk * chunk, min(-(-stop // chunk) * chunk, payload_bytes)
+        table = record + TABLE_AT + 8 * (first // chunk)
+        if transfer_one(record + HEAD_BYTES + first, 0, last - first, chunk, table, VERIFY):
+            return False
+    return not transfer_one(record + HEAD_BYTES + start, target, stop - start, 0, 0, COPY)
 
 
 def _pieces(pieces: Any, nbytes: int) -> list[tuple[int, int, int, int]]:

@@ -102,6 +102,53 @@ static PyObject *native_transfer(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static int block_is_valid(const struct block *block)
+{
+    return block->chunk_bytes > 0 && 0 <= block->start && block->start <= block->stop &&
+           block->stop <= block->payload_bytes;
+}
+
+static PyObject *native_copy_out(PyObject *module, PyObject *args)
+{
+    PyObject *blocks_object, *records_object, *result = NULL;
+    int verify, threads = 1;
+    Py_buffer blocks, records;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOp|i", &blocks_object, &records_object, &verify, &threads) ||
+        hold_records(blocks_object, &blocks, 0, sizeof(struct block)) < 0)
+        return NULL;
+    if (hold_records(records_object, &records, 0, sizeof(uint64_t)) < 0) {
+        PyBuffer_Release(&blocks);
+        return NULL;
+    }
+    const struct block *rows = blocks.buf;
+    size_t count = (size_t)blocks.len / sizeof *rows;
+    uint64_t total = 0;
+    int valid = count == (size_t)records.len / sizeof(uint64_t);
+    for (size_t i = 0; valid && i < count; i++) {
+        valid = block_is_valid(&rows[i]);
+        total += rows[i].stop - rows[i].start;
+    }
+    struct transfer_op *ops = PyMem_Malloc(count * sizeof *ops);
+    if (!valid)
+        PyErr_SetString(PyExc_ValueError, "not one record for each block, or an invalid range");
+    else if (!ops)
+        PyErr_NoMemory();
+    else
+        result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)count);
+    if (result) {
+        uint8_t *intact = (uint8_t *)PyBytes_AsString(result);
+        PyThreadState *state = total < LOCK_KEPT_BYTES ? NULL : PyEval_SaveThread();
+        copy_out_run(rows, records.buf, ops, intact, count, verify, threads);
+        if (state)
+            PyEval_RestoreThread(state);
+    }
+    PyMem_Free(ops);
+    PyBuffer_Release(&records);
+    PyBuffer_Release(&blocks);
+    return result;
+}
+
 static int pieces_fit(const struct strided *pieces, size_t count, uint64_t nbytes)
 {
     uint64_t total = 0, n;
@@ -483,6 +530,7 @@ static PyMethodDef functions[] = {
     {"address_of", KEYWORDS(native_address_of), NULL},
     {"checksum", native_checksum, METH_O, NULL},
     {"transfer", native_transfer, METH_VARARGS, NULL},
+    {"copy_out", native_copy_out, METH_VARARGS, NULL},
     {"gather", native_gather, METH_VARARGS, NULL},
     {"scatter", native_scatter, METH_VARARGS, NULL},
     {"copy_rectangles", native_copy_rectangles, METH_VARARGS, NULL},

@@ -19,6 +19,9 @@ HEAD_BYTES: Final = 4096
 # Offset of the number of used bytes in a head (little-endian u32), and the least valid number.
 HEAD_USED_AT: Final = 64
 HEAD_USED_MIN: Final = 64
+# Offsets of the key and of the checksums in a record.
+KEY_AT: Final = 16
+TABLE_AT: Final = 192
 
 
 def _record(*fields: tuple[str, str]) -> np.dtype[np.void]:
@@ -29,10 +32,17 @@ def _unsigned(*names: str) -> tuple[tuple[str, str], ...]:
     return tuple((name, "<u8") for name in names)
 
 
+_SIZES: Final = ("payload_bytes", "chunk_bytes", "address", "start", "stop")
+
 TRANSFER_DTYPE: Final = _record(
     ("result", "<i8"), *_unsigned("source", "target", "nbytes", "chunk_bytes", "table", "mode")
 )
 """`source` to `target` (0: no copy); `mode` COPY, FILL or VERIFY of `table`, one u64 a chunk."""
+
+BLOCK_DTYPE: Final = _record(
+    ("key", "V32"), *((name, "<i8") for name in _SIZES), ("producer", "<u8")
+)
+"""A block of `copy_out`, as core.requests.BLOCK_DTYPE."""
 
 STRIDED_DTYPE: Final = _record(*_unsigned("address", "rows", "row_bytes"), ("stride", "<i8"))
 """`rows` rows of `row_bytes`, the next one `stride` bytes after the start of the last."""

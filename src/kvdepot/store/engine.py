@@ -69,7 +69,7 @@ class Access:
         """Block sizes of the namespaces that callers have registered."""
         self._lock = threading.Lock()
         """Guards `_sizes` and the namespaces of callers; held while a description is written."""
-        self._quarantined = np.zeros(0, np.uint64)
+        self._quarantined: frozenset[int] = frozenset()
 
     def register(self, caller: Caller, tag: bytes, size: BlockSize, description: bytes) -> None:
         """See Engine.register."""
@@ -104,31 +104,32 @@ class Access:
 
     def quarantine(self, tags: Iterable[bytes]) -> None:
         """Set the namespaces in quarantine: their blocks are neither served nor stored."""
-        self._quarantined = np.array([tag_word(tag) for tag in tags], np.uint64)
+        self._quarantined = frozenset(map(tag_word, tags))
 
     def quarantined(self, keys: Keys) -> Bools | None:
         """True for keys of a namespace in quarantine; None if no namespace is."""
         tags = self._quarantined
-        return np.isin(keys[:, 0], tags) if len(tags) else None
+        return np.isin(keys[:, 0], np.array([*tags], np.uint64)) if tags else None
 
-    def allowed(self, caller: Caller, blocks: Array) -> tuple[Array, Array]:
-        """Fill in the registered sizes of blocks. Returns them, and the indices of those that the
-        caller may use.
+    def allowed(self, caller: Caller, blocks: Array) -> Ints:
+        """Set the sizes of blocks to the registered ones, also for whole blocks the end of the
+        range. Returns the indices of those that the caller may use; the others have no size.
         """
-        sizes, chunks = self.sizes_for(caller, blocks["key"])
-        stop = np.where(blocks["stop"] == 0, sizes, blocks["stop"])
-        blocks = blocks.copy()
-        blocks["payload_bytes"], blocks["chunk_bytes"], blocks["stop"] = sizes, chunks, stop
-        return blocks, np.flatnonzero((sizes > 0) & (stop <= sizes))
+        self.set_sizes(caller, blocks)
+        sizes, stop = blocks["payload_bytes"], blocks["stop"]
+        if not stop.all():
+            np.copyto(stop, sizes, where=stop == 0)
+        found: Ints = np.flatnonzero((sizes > 0) & (stop <= sizes))
+        return found
 
-    def sizes_for(self, caller: Caller, keys: Keys) -> tuple[Array, Array]:
-        """Bytes of a block and of a chunk for each key; zeros for keys that the caller may not
-        use.
-        """
-        tags, sizes = keys[:, 0], np.zeros((2, len(keys)), np.int64)
-        for tag in set(tags.tolist()).difference(self._quarantined.tolist()):
-            sizes[:, tags == tag] = np.array([caller.size_of(tag)]).T
-        return sizes[0], sizes[1]
+    def set_sizes(self, caller: Caller, blocks: Array) -> None:
+        """Set the sizes of blocks to the registered ones; zeros if the caller may not use them."""
+        tags = blocks["key"][:, 0]
+        known = set(tags.tolist())
+        for tag in known:
+            size = _UNKNOWN if tag in self._quarantined else caller.size_of(tag)
+            mine = slice(None) if len(known) == 1 else tags == tag
+            blocks["payload_bytes"][mine], blocks["chunk_bytes"][mine] = size
 
     def _check_fits(self, nbytes: int) -> None:
         """Raise ConfigError for blocks that a tier could never hold."""
@@ -257,9 +258,8 @@ class Engine:
         dropped and read from another tier. `keep` protects blocks that stay in memory until it is
         released. Exceptions of the sink are passed on.
         """
-        with self.state.using:
-            blocks, wanted = self.access.allowed(caller, blocks)
-            codes = self.reader.read(blocks, wanted, timeout_s, keep=keep, sink=sink, verify=verify)
+        wanted = self.access.allowed(caller, blocks)
+        codes = self.reader.read(blocks, wanted, timeout_s, keep=keep, sink=sink, verify=verify)
         return codes if len(wanted) == len(blocks) else _answers(codes, wanted, len(blocks))
 
     def deliver(
@@ -275,12 +275,10 @@ class Engine:
         """Pass leased blocks to `sink` in place, without counting a use. See
         core.depot.Lease.deliver.
         """
-        with self.state.using:
-            blocks, wanted = self.access.allowed(caller, blocks)
-            codes = self.reader.read(
-                blocks, wanted, timeout_s,
-                sink=sink, concurrently=verify_concurrently, is_use=False,
-            )  # fmt: skip
+        wanted = self.access.allowed(caller, blocks)
+        codes = self.reader.read(
+            blocks, wanted, timeout_s, sink=sink, concurrently=verify_concurrently, is_use=False
+        )
         return codes if len(wanted) == len(blocks) else _answers(codes, wanted, len(blocks))
 
     def put(self, caller: Caller, offer: Offer, timeout_s: float) -> list[PutResult]:
@@ -379,7 +377,7 @@ class Engine:
                 rows = self._resident(keys)
                 blocks = np.zeros(len(rows), BLOCK_DTYPE)
                 blocks["key"] = keys[: len(rows)]
-                blocks, wanted = self.access.allowed(caller, blocks)
+                wanted = self.access.allowed(caller, blocks)
                 away = wanted[state.addresses(rows[wanted]) == 0]
                 parts.append(
                     blocks[away[catalog.nbytes.array[rows[away]] == blocks["payload_bytes"][away]]]
@@ -449,28 +447,20 @@ class Engine:
         timeout_s: float,
     ) -> tuple[list[NewBlock | None], list[PutResult]]:
         """Call `find` for the blocks that the caller may put; the others are REFUSED."""
-        sizes, chunks = self.access.sizes_for(caller, offer.blocks["key"])
+        self.access.set_sizes(caller, offer.blocks)
         slots = [
-            NewBlock(key, address, size, chunk, producer=producer)
-            for key, address, size, chunk, producer in zip(
+            NewBlock(key, address, size, chunk_bytes, tokens=tokens, producer=producer)
+            for key, (_, size, chunk_bytes, address, _, _, producer), tokens in zip(
                 as_keys(offer.blocks["key"]),
-                offer.blocks["address"].tolist(),
-                sizes.tolist(),
-                chunks.tolist(),
-                offer.blocks["producer"].tolist(),
+                offer.blocks.tolist(),
+                offer.tokens or [b""] * len(offer.blocks),
                 strict=True,
             )
         ]
-        for slot, tokens in zip(slots, offer.tokens, strict=False):
-            slot.tokens = tokens
-        allowed = [slot for slot in slots if slot.payload_bytes]
-        found = iter(find(allowed, timeout_s))
-        answers: list[PutResult] = []
-        for slot in slots:
-            answer = next(found, None) if slot.payload_bytes else PutResult.REFUSED
-            if answer is None:
-                break
-            answers.append(answer)
+        answers = find([slot for slot in slots if slot.payload_bytes], timeout_s)
+        for index, slot in enumerate(slots):
+            if not slot.payload_bytes and index <= len(answers):
+                answers.insert(index, PutResult.REFUSED)
         kept = [
             slot if answer is PutResult.STORED else None
             for slot, answer in zip(slots, answers, strict=False)

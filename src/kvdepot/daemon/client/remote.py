@@ -56,8 +56,7 @@ from kvdepot.daemon.wire import frames
 from kvdepot.daemon.wire.frames import Flag, FrameKind
 from kvdepot.depot import Depot, DepotCalls, DepotDefaults, Namespaces
 from kvdepot.errors import ConfigError, DaemonError, StoreClosedError
-from kvdepot.format.copy_ops import copy_out
-from kvdepot.format.record import keys_at
+from kvdepot.native import copy_out
 
 _LONG_S: Final = 3600.0
 """Timeout of removals, which may take long and must not be given up."""
@@ -352,9 +351,7 @@ class Getter:
         """Copy arrived blocks. Returns True for those that are intact and have the right key."""
         chosen = blocks[arrivals["index"]]
         slots = slots_in(self._connections, arrivals, chosen["payload_bytes"])
-        intact = copy_out(chosen, slots, verify=verify)
-        same: Array = (keys_at(slots) == chosen["key"]).all(axis=1)
-        return intact & same
+        return np.frombuffer(copy_out(chosen, slots, verify), bool)
 
 
 def _by_span(blocks: Array) -> Iterator[tuple[tuple[int, int], Array]]:

@@ -9,6 +9,7 @@ verifies each block and copies it to its target. A corrupt, failed or late block
 import contextlib
 import os
 import queue
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.block import ANSWERS, CopyState
+from kvdepot.core.block import ANSWERS, TAG_BYTES, CopyState
 from kvdepot.core.depot import MEMORY_TIERS
 from kvdepot.core.keys import as_keys
 from kvdepot.core.log import RateLimitedLog
@@ -30,11 +31,12 @@ from kvdepot.core.volume import (
     Priority,
     volume_of,
 )
-from kvdepot.format.copy_ops import copy_out, spans, verify_ops
-from kvdepot.format.record import keys_at, record_sizes
+from kvdepot.errors import StoreClosedError
+from kvdepot.format.copy_ops import spans
+from kvdepot.format.record import record_sizes
 from kvdepot.index.table import NONE, Bools, Rows
-from kvdepot.native import transfer
-from kvdepot.store.events import BlocksServed, Took
+from kvdepot.native import copy_out
+from kvdepot.store.events import BlocksServed, Counted, Took
 from kvdepot.store.read.timed_out import LateRead, TimedOutIo
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.memory_tier import ArenaTier, SlotAllocator
@@ -97,20 +99,18 @@ class ReadCall:
     """Addresses of records in memory; 0 for blocks that are not in memory."""
     codes: Array = field(init=False)
     """The answer for each block, an index into ANSWERS."""
+    kept: list[int] = field(default_factory=list)
+    """Rows whose leases went from the call to `keep`."""
     left_to_others: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        count = len(self.blocks)
-        self.rows = np.full(count, NONE, np.int64)
-        self.addresses = np.zeros(count, np.int64)
-        self.codes = np.full(count, ABSENT, np.uint8)
 
     def hand_over(self, indices: Ints, addresses: Ints, lasting: Bools, *, verified: bool) -> None:
         """Pass records to the sink in place."""
         if self.sink is None or not len(indices):
             return
         if self.keep is not None:
-            self.keep.protect(self.rows[indices[lasting]].tolist())
+            kept = self.rows[indices[lasting]].tolist()
+            self.kept += kept
+            self.keep.rows += kept
         self.sink(Arrived(self.places[indices], addresses, lasting, verified))
 
 
@@ -179,7 +179,7 @@ class Reader:
 
         `wanted`: the indices of these blocks. `is_use`: count a use of the blocks. See Engine.read.
         """
-        state = self._state
+        state, catalog = self._state, self._state.catalog
         began_s = state.clock.now()
         if verify is None:
             verify = state.config.dram.verify
@@ -189,12 +189,14 @@ class Reader:
             blocks, wanted, began_s + timeout_s, verify, sink, keep, is_prefetch, concurrently
         )
         with state.lock:
-            self._look_up(call)
-            held = call.rows[call.rows != NONE].tolist()
-            state.catalog.lease(held)
-            if not is_prefetch:
-                if is_use:
-                    state.catalog.use(held)
+            if state.closing.is_set() and not is_prefetch:
+                raise StoreClosedError("the store is closed")
+            held = self._look_up(call)
+            state.using.active += 1
+            catalog.lease(held)
+            if is_use and not is_prefetch:
+                catalog.use(held)
+            if state.writes.follows_uses and not is_prefetch:
                 state.writes.note_use(held)
         try:
             left = self._from_memory(call)
@@ -204,27 +206,46 @@ class Reader:
             with state.lock:
                 if not is_prefetch:
                     self._count(call)
-                state.unlease(held)
+                if call.kept:
+                    state.leased += len(call.kept)
+                    held = list((Counter(held) - Counter(call.kept)).elements())
+                gone = catalog.unlease(held)
+                if gone:
+                    state.drop_unused(gone)
+                state.lock.room.notify_all()
+                state.using.active -= 1
+                if state.closing.is_set():
+                    state.lock.idle.notify_all()
         if not is_prefetch:
             if self.after_read is not None:
                 self.after_read(call)
             state.events.emit(Took("get", "", state.clock.now() - began_s))
         return call.codes.tobytes()
 
-    def _look_up(self, call: ReadCall) -> None:
-        """Find the rows, and the addresses of records in the fastest memory tier that has them."""
+    def _look_up(self, call: ReadCall) -> list[int]:
+        """Find the rows, and the addresses of records in the fastest memory tier that has them.
+        Returns the rows of known blocks.
+        """
         assert self._state.lock.held()
         catalog = self._state.catalog
-        rows = catalog.table.find_many(np.ascontiguousarray(call.blocks["key"]))
-        there = (rows != NONE) & (catalog.residency.array[rows] != 0)
+        rows = catalog.table.find_many(call.blocks["key"])
+        residency = catalog.residency.array[rows]
+        there = (rows != NONE) & (residency != 0)
         there &= catalog.nbytes.array[rows] == call.blocks["payload_bytes"]
-        call.rows = np.where(there, rows, NONE)
-        call.addresses = self._state.addresses(call.rows)
+        if not there.all():
+            rows, residency = np.where(there, rows, NONE), residency * there
+        call.rows, call.codes = rows, np.full(len(rows), ABSENT, np.uint8)
+        call.addresses = np.zeros(len(rows), np.int64)
+        for memory in reversed(self._state.memory_tiers):
+            places = memory.copies.location.array[rows] + memory.address
+            np.copyto(call.addresses, places, where=residency & memory.copies.bit != 0)
         if len(self._state.memory_tiers) > 1 and not call.is_prefetch:
             upper, lower = self._state.memory_tiers
-            below = call.rows[lower.holds(call.addresses)].tolist()
+            below = rows[lower.holds(call.addresses)].tolist()
             if below:
                 upper.note_hits_below(below)
+        held: list[int] = (rows if there.all() else rows[there]).tolist()
+        return held
 
     def _from_memory(self, call: ReadCall) -> Ints:
         """Serve blocks in memory. Returns those to read from volumes, also for damaged copies."""
@@ -234,7 +255,7 @@ class Reader:
             mine = np.flatnonzero((call.addresses >= start) & (call.addresses < stop))
             if len(mine):
                 left.append(self._serve(call, memory, mine))
-        return np.concatenate(left) if len(left) > 1 else left[0]
+        return np.concatenate(left)
 
     def _serve(self, call: ReadCall, memory: ArenaTier, mine: Ints) -> Ints:
         """Serve blocks of one memory tier. Returns damaged ones that a volume has.
@@ -242,35 +263,41 @@ class Reader:
         A slot that holds another block is never served. Blocks that the sink reads in place are
         verified in small parts, so that they are still in the processor cache.
         """
-        same = (keys_at(call.addresses[mine]) == call.blocks["key"][mine]).all(axis=1)
-        bad, good = [mine[~same]], mine[same]
-        call.codes[good] = _CODES[memory.name, ""]
+        call.codes[mine] = _CODES[memory.name, ""]
         if call.sink is None or not call.verify:
-            bad.append(self._copy_out(call, good))
-        elif call.concurrently and len(good):
-            ops = verify_ops(call.blocks[good], call.addresses[good])
-            check = self._checks.submit(transfer, ops, self._check_threads)
-            try:
-                self._hand_over(call, good, verified=False)
-            finally:  # the slots must stay leased until then
-                check.result()
-            bad.append(good[ops["result"] != 0])
-        elif len(good):
-            step = max(1, _CACHED_BYTES // int(call.blocks["payload_bytes"][good].max()))
-            for start in range(0, len(good), step):
-                bad.append(self._copy_out(call, good[start : start + step]))
-        damaged = np.concatenate(bad)
-        return self._drop_damaged(call, memory, damaged) if len(damaged) else damaged
+            bad = self._copy_out(call, mine)
+        elif call.concurrently:
+            bad = self._verify_concurrently(call, mine)
+        else:
+            step = max(1, _CACHED_BYTES // int(call.blocks["payload_bytes"][mine].max()))
+            parts = [mine[start : start + step] for start in range(0, len(mine), step)]
+            bad = np.concatenate([self._copy_out(call, part) for part in parts])
+        return self._drop_damaged(call, memory, bad) if len(bad) else bad
 
     def _copy_out(self, call: ReadCall, indices: Ints) -> Ints:
         """Verify blocks, copy them or pass them to the sink. Returns the damaged ones."""
-        blocks = call.blocks[indices]
-        intact = copy_out(blocks, call.addresses[indices], verify=call.verify)
+        blocks, addresses = call.blocks, call.addresses
+        if len(indices) < len(blocks):
+            blocks, addresses = blocks[indices], addresses[indices]
+        intact = copy_out(blocks, addresses, call.verify)
         if call.sink is not None:
-            good = indices[intact & (blocks["address"] == 0)]
-            self._hand_over(call, good, verified=call.verify)
-        bad: Ints = indices[~intact]
+            good = np.frombuffer(intact, bool) & (blocks["address"] == 0)
+            self._hand_over(call, indices[good], verified=call.verify)
+        bad: Ints = indices[:0] if 0 not in intact else indices[~np.frombuffer(intact, bool)]
         return bad
+
+    def _verify_concurrently(self, call: ReadCall, indices: Ints) -> Ints:
+        """Pass blocks to the sink while threads verify them. Returns the damaged ones."""
+        blocks, addresses = call.blocks[indices], call.addresses[indices]
+        same = np.frombuffer(copy_out(blocks, addresses, False), bool)
+        check = self._checks.submit(
+            copy_out, blocks[same], addresses[same], True, self._check_threads
+        )
+        try:
+            self._hand_over(call, indices[same], verified=False)
+        finally:  # the slots must stay leased until then
+            intact = np.frombuffer(check.result(), bool)
+        return np.concatenate([indices[~same], indices[same][~intact]])
 
     def _hand_over(self, call: ReadCall, indices: Ints, *, verified: bool) -> None:
         lasting = np.ones(len(indices), bool)
@@ -336,27 +363,30 @@ class Reader:
 
     def _count(self, call: ReadCall) -> None:
         """Emit events for the served blocks of each tier and namespace, and count misses."""
-        state, tags = self._state, call.blocks["key"][:, 0]
-        for code in np.unique(call.codes).tolist():
-            tier, of_tier = ANSWERS[code].tier, call.codes == code
+        state, codes = self._state, call.codes.tobytes()
+        tags = call.blocks["key"][:, 0]
+        groups = set(zip(codes, tags.tolist(), strict=True))
+        for code, tag in groups:
+            tier = ANSWERS[code].tier
+            blocks, rows = call.blocks, call.rows
+            if len(groups) > 1:
+                mine = (call.codes == code) & (tags == tag)
+                blocks, rows = blocks[mine], rows[mine]
             if tier is None:
-                state.events.count("get_miss", int(of_tier.sum()))
+                state.events.emit(Counted("get_miss", len(blocks)))
                 continue
-            for tag in np.unique(tags[of_tier]):
-                mine = np.flatnonzero(of_tier & (tags == tag))
-                blocks = call.blocks[mine]
-                parts = blocks["stop"] - blocks["start"]
-                state.events.emit(
-                    BlocksServed(
-                        tag.tobytes(),
-                        tier,
-                        blocks=len(mine),
-                        nbytes=int(parts.sum()),
-                        whole=float((parts / blocks["payload_bytes"]).sum()),
-                        before=state.catalog.tree.depth(int(call.rows[mine[0]])) - 1,
-                        last=int(blocks["key"][-1, 2]),
-                    )
+            nbytes = sum(blocks["stop"].tolist()) - sum(blocks["start"].tolist())
+            state.events.emit(
+                BlocksServed(
+                    tag.to_bytes(TAG_BYTES, "little"),
+                    tier,
+                    blocks=len(blocks),
+                    nbytes=nbytes,
+                    whole=nbytes / int(blocks["payload_bytes"][0]),
+                    before=state.catalog.tree.depth(int(rows[0])) - 1,
+                    last=int(blocks["key"][-1, 2]),
                 )
+            )
 
 
 class VolumeReads:
@@ -589,7 +619,7 @@ class VolumeReads:
         images, targets = wave.reads["image"], call.blocks["address"][wave.indices]
         partial = np.flatnonzero(good & (targets != 0) & (wave.reads["target"] == 0))
         if len(partial):
-            copy_out(call.blocks[wave.indices[partial]], images[partial], verify=False)
+            copy_out(call.blocks[wave.indices[partial]], images[partial], False)
         again: list[int] = []
         late: list[LateRead] = []
         try:

@@ -230,10 +230,14 @@ class StoreState:
     def unlease(self, rows: list[int]) -> None:
         """End the leases of rows. Drops those that were removed meanwhile."""
         assert self.lock.held()
-        for row in self.catalog.unlease(rows):
+        self.drop_unused(self.catalog.unlease(rows))
+        self.lock.room.notify_all()
+
+    def drop_unused(self, rows: list[int]) -> None:
+        """Drop blocks that were removed while they were leased."""
+        for row in rows:
             if self.catalog.nbytes.view[row]:
                 self.drop_everywhere(row)
-        self.lock.room.notify_all()
 
     def mark_deleted(self, rows: list[int]) -> None:
         """Hide blocks from lookups, and drop those that are not in use."""
@@ -276,6 +280,8 @@ class PendingWrites:
         self.admission = Admission(state.catalog, state.lower_tiers, state.events)
         self.last_ticket = 0
         """The last ticket. Queued blocks are numbered in their order."""
+        self.follows_uses = True
+        """True if `note_use` must be called."""
         self.modes_changed()
 
     @property
@@ -358,13 +364,16 @@ class PendingWrites:
     def note_use(self, rows: list[int]) -> None:
         """Record a further request for blocks: those in memory may be worth writing now."""
         assert self._state.lock.held()
+        differ = self._targets[False] != self._targets[True]
+        deferred = any(lower.queue.deferred for lower in self._lower_tiers)
+        self.follows_uses = self.admission.learns or differ or deferred
         if self.admission.learns:
             self.admission.asked(rows)
         for lower in self._lower_tiers:
             for row in reversed(rows) if lower.queue.deferred else ():
                 if row in lower.queue.deferred:
                     lower.queue.deferred.move_to_end(row, last=False)
-        if self._targets[False] == self._targets[True]:
+        if not differ:
             return
         for row in rows:
             if self._catalog.memory.ready(row) and self._catalog.is_live(row):
@@ -409,6 +418,7 @@ class PendingWrites:
             lower = self._lower_tiers[number]
             if later and lower.queue.writers:
                 lower.queue.deferred[row] = None
+                self.follows_uses = True
             else:
                 self._queue(row, lower)
         if self._catalog.unwritten.view[row]:
@@ -422,6 +432,7 @@ class PendingWrites:
     def modes_changed(self) -> None:
         """Called when the write mode of a lower tier was changed."""
         modes = [lower.mode for lower in self._lower_tiers]
+        self.follows_uses = True
         self.admission.modes_changed()
         self._targets = {used: targets(modes, touched=used) for used in (False, True)}
         self._above = {
@@ -445,12 +456,6 @@ class BlockLease:
     rows: list[int] = field(default_factory=list)
     words: Keys = field(default_factory=lambda: np.empty((0, 4), np.uint64))
     """The keys, if the lease was made by keys."""
-
-    def protect(self, rows: list[int]) -> None:
-        """Add blocks to the lease."""
-        with self.state.lock:
-            self.state.lease(rows)
-        self.rows += rows
 
     def places(self) -> tuple[Array, Array]:
         """Address of each block's record in memory, 0 if it is on a drive only; and the length of
