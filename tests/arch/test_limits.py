@@ -18,7 +18,6 @@ IMPORTS_MAX = 20
 FILE_LINES_MAX = 900
 
 OVER = {
-    "policy/eviction/reuse_density.py: attributes of ReuseDensity": 25,
     "daemon/server/daemon.py: attributes of Daemon": 21,
 }
 

@@ -79,7 +79,7 @@ def test_density_is_reuses_per_time_where_reuse_is_steady() -> None:
     hazard.exposed(np.zeros(20, dtype=np.int64), ages, 1e9)
     for age in AGES[:20]:
         hazard._reuses[0, bucket(age)] += rate * 1e9
-    hazard.refresh(AGES[19], 1.0, np.ones(2))
+    hazard.refresh(AGES[19], 1.0, [1, 1])
     assert hazard.density[0][0] == pytest.approx(rate, rel=1e-3)
     assert hazard.density[0][15] == pytest.approx(rate, rel=1e-3)
 
@@ -91,7 +91,7 @@ def test_density_looks_ahead_to_the_age_at_which_reuse_comes() -> None:
     ages = np.array(AGES[:30])
     hazard.exposed(np.zeros(30, dtype=np.int64), ages, 1e6)
     hazard._reuses[0, 20] = 1e4
-    hazard.refresh(AGES[29], 1.0, np.ones(1))
+    hazard.refresh(AGES[29], 1.0, [1])
     density = hazard.density[0]
     assert 0 < density[2] < density[12] < density[20]
     assert density[21] == 0

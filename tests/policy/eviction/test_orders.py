@@ -15,7 +15,7 @@ from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE
 from kvdepot.policy.eviction import ORDERS, order_named
 from kvdepot.policy.eviction.prefill_value import PrefillValue
-from kvdepot.policy.eviction.reuse_density import AGES, ReuseDensity
+from kvdepot.policy.eviction.reuse_density import AGES, LearntTrust, ReuseDensity
 from kvdepot.sim.tiers import BlockIndex, SimulatedTier
 from kvdepot.sim.workload import NO_PARENT, Workload
 
@@ -250,7 +250,7 @@ def test_what_was_seen_at_the_ends_of_lines_is_never_out_of_date() -> None:
         tier.insert(rows)
         while tier.count > 50:
             remembered = order.victim(1)
-            order._moment = (-1, 0)
+            order._search.forget()
             assert order.victim(1) == remembered
             tier.shrink(tier.count - 1)
     assert tier.evicted > 500
@@ -276,7 +276,7 @@ def test_a_few_blocks_are_counted_as_many_are(monkeypatch: pytest.MonkeyPatch) -
         columns = (order._since, order._kind, order._turns, order._uses)
         states.append(
             [column.array.tolist() for column in columns]
-            + [order._hazard._reuses.tolist(), order.trust, order._hits, tier.evicted]
+            + [order._rates._reuses.tolist(), order._trust.share, order._trust.hits, tier.evicted]
         )
     assert states[0] == states[1]
     assert states[0][-1] > 500
@@ -293,10 +293,10 @@ def test_a_long_prompt_in_a_new_tier_is_no_trouble() -> None:
 
 def test_recency_is_not_overruled_where_the_counts_are_not_trusted() -> None:
     """However many reuses come too late: LRU may do no better, but the counts have done worse."""
-    order = ReuseDensity()
-    order._late, order._hits = 1e6, 1.0
-    order._learn(-(10**6))
-    assert order.trust < 0.1
+    trust = LearntTrust()
+    trust.late, trust.hits = 1e6, 1.0
+    trust.learn(-(10**6))
+    assert trust.share < 0.1
 
 
 def test_value_keeps_what_takes_long_to_compute() -> None:
@@ -310,8 +310,14 @@ def test_value_keeps_what_takes_long_to_compute() -> None:
     queues = [order.queue(row) for row in (0, 20, 21)]
     assert queues[0] == queues[2] < queues[1], "depth has queues of its own"
     assert isinstance(order, PrefillValue)
-    order._hazard.density = [[1.0] * len(AGES) for _ in order._hazard.density]
-    assert order._look(queues[1], 20, 20)[3] > order._look(queues[2], 21, 21)[3]
+    order._rates.density = [[1.0] * len(AGES) for _ in order._rates.density]
+    since = [index.tree.now - 1] * len(parents)
+    order._search._moment = index.tree.now
+    deep, shallow = (
+        order._search._look(queue, row, row, since)[3]
+        for queue, row in zip(queues[1:], (20, 21), strict=True)
+    )
+    assert deep > shallow
 
 
 def test_value_counts_what_is_worth_more_as_younger() -> None:

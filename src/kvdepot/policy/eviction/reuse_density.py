@@ -25,6 +25,8 @@ from kvdepot.policy.eviction.ghosts import Ghosts
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Ages = Sequence[int] | memoryview
+"""The time of each row's last use, by row."""
 
 _STEPS_PER_OCTAVE: Final = 2
 _OCTAVES: Final = 34
@@ -65,7 +67,7 @@ class ReuseRates:
         self.density: list[list[float]] = np.zeros(self._shape).tolist()
 
     def reused(self, kind: int, age: int) -> None:
-        self._cell[kind * len(AGES) + bucket(age)] += 1
+        self._cell[kind * len(AGES) + bisect_right(AGES, age) - 1] += 1
 
     def reused_many(self, kinds: Ints, ages: Ints) -> None:
         np.add.at(self._cells, kinds * len(AGES) + buckets(ages), np.float64(1.0))
@@ -76,7 +78,7 @@ class ReuseRates:
         counts = np.bincount(cells, minlength=self._reuses.size).reshape(self._shape)
         self._exposure += each * counts.astype(np.float64)
 
-    def refresh(self, now: int, prior: float, boost: Floats) -> None:
+    def refresh(self, now: int, prior: float, boost: Sequence[int]) -> None:
         """Update `density`, each kind's multiplied by its boost, and decay the counts.
 
         `prior`: blocks times uses of one period.
@@ -94,7 +96,7 @@ class ReuseRates:
         known: Floats = np.zeros(self._shape)
         known[worked_out, :seen] = _densities(rates[worked_out], _WIDTHS[:seen])
         known[alike] = known[alike[:1]]
-        known *= boost[:, None]
+        known *= np.array(boost, np.float64)[:, None]
         known[:, seen:] = known[:, seen - 1 : seen]
         self.density = known.tolist()
         self._reuses *= _DECAY
@@ -196,20 +198,112 @@ _HASTE: Final = 4.0
 _LATE_WEIGHT: Final = 4.0
 """Weight of a reuse after eviction relative to a hit."""
 
-_LEVEL: Final = np.array([min(n.bit_length(), _USE_LEVELS - 1) for n in range(256)], np.uint8)
-_LEVELS: Final = [n.bit_length() for n in range(1 << _USE_LEVELS - 1)]
-
-
-def _kind_of(turns: int, uses: int) -> int:
-    level = _LEVELS[uses] if uses < 1 << _USE_LEVELS - 1 else _USE_LEVELS - 1
-    return (turns if turns < _TURNS_MAX else _TURNS_MAX) * _USE_LEVELS + level
-
+_KIND_OF: Final = [
+    [turns * _USE_LEVELS + min(uses.bit_length(), _USE_LEVELS - 1) for uses in range(256)]
+    for turns in range(_TURNS_MAX + 1)
+]
+"""The kind of a block, by the turns of its session and its uses."""
+_KIND_OF_ARRAY: Final = np.array(_KIND_OF, np.uint8)
 
 _Look = tuple[int, int, int, float, float, int]
 """The cold and the warm end of a queue; age and expected reuses of the cold end; the smaller
 expectation of both ends, and its row."""
-_NO_MOMENT: Final = (-1, 0)
 _UNSEEN: Final[_Look] = (NO_ROW, NO_ROW, 0, 0.0, 0.0, NO_ROW)
+
+
+class LearntTrust:
+    """How far expected reuses overrule recency, learnt from hits and from LRU's hits."""
+
+    def __init__(self) -> None:
+        self.shadow = LruShadow()
+        self.hits = 0.0
+        self.late = 0.0
+        """Reuses after eviction."""
+        self._trust = _TRUST_FIRST
+
+    @property
+    def share(self) -> float:
+        """The share of the LRU victim's expected reuses below which another block is evicted.
+
+        0 means plain LRU.
+        """
+        late = _LATE_WEIGHT * self.late / (self.hits + 1.0)
+        return min(_OVERRULE_MAX, self._trust * late, self._trust)
+
+    def learn(self, gained: int) -> None:
+        """Adapt to `gained`, the hits of sampled keys minus those of plain LRU."""
+        gain = min(1.0, max(-1.0, gained / self.shadow.capacity))
+        self._trust = min(_TRUST_MAX, max(_TRUST_MIN, self._trust * exp(_HASTE * gain)))
+
+    def refresh(self, blocks: int) -> None:
+        """Called in each period, with the number of blocks in the tier."""
+        self.hits, self.late = self.hits * 0.99, self.late * 0.99
+        self.shadow.fit(blocks)
+
+
+class VictimSearch:
+    """Finds the victim among the ends of queues. What it sees at an end is kept until a block
+    enters or is used.
+    """
+
+    def __init__(self, worths: Sequence[float], rates: ReuseRates) -> None:
+        self._worths = worths
+        self._rates = rates
+        self._queues = range(QUEUES * len(worths))
+        self._closed = self._queues[_CLOSED::QUEUES]
+        self._age_boost = [boost * worth for worth in worths for boost in _BOOST]
+        self._moment = -1
+        self._looks: list[_Look] = []
+        self._filled_by_bits: dict[int, tuple[int, ...]] = {}
+
+    def forget(self) -> None:
+        """Forget what was seen, because ages or rates have changed."""
+        self._moment = -1
+
+    def victim(
+        self, queues: EvictionQueues, group: int, since: Ages, now: int, trust: float
+    ) -> int:
+        """The oldest block, or the end of a queue with clearly fewer expected reuses."""
+        colds, warms = queues.ends(group)
+        if not colds:
+            return NO_ROW
+        for closed in self._closed:
+            if colds[closed] != NO_ROW:
+                return colds[closed]
+        if now != self._moment:
+            self._moment, self._looks = now, [_UNSEEN] * len(self._queues)
+        looks, boosts = self._looks, self._age_boost
+        victim = least_promising = NO_ROW
+        oldest, promise, least = -1.0, 0.0, _MUCH
+        for queue in self._filled(queues.occupied(group)):
+            look = looks[queue]
+            if look[0] != colds[queue] or look[1] != warms[queue]:
+                look = looks[queue] = self._look(queue, colds[queue], warms[queue], since)
+            cold, _, age, promised, lesser, lesser_promising = look
+            boost = boosts[queue]
+            if age > oldest * boost:
+                victim, oldest, promise = cold, age / boost, promised
+            if lesser < least:
+                least, least_promising = lesser, lesser_promising
+        return least_promising if least < promise * trust else victim
+
+    def _look(self, queue: int, cold: int, warm: int, since: Ages) -> _Look:
+        now, worth = self._moment, self._worths[queue // QUEUES]
+        promises = self._rates.density[queue % QUEUES]
+        age = now - since[cold]
+        promised = later = worth * promises[bisect_right(AGES, age) - 1]
+        if warm != cold:
+            later = worth * promises[bisect_right(AGES, now - since[warm]) - 1]
+        if later < promised:
+            return cold, warm, age, promised, later, warm
+        return cold, warm, age, promised, promised, cold
+
+    def _filled(self, occupied: int) -> tuple[int, ...]:
+        queues = self._filled_by_bits.get(occupied)
+        if queues is None:
+            queues = tuple(queue for queue in self._queues if occupied >> queue & 1)
+            self._filled_by_bits[occupied] = queues
+        return queues
 
 
 class ReuseDensity:
@@ -222,23 +316,14 @@ class ReuseDensity:
         """`worths`: the worth of a reuse in each class of blocks. A class has its own queues, and
         the age of a block is divided by its worth, because chances of reuse fall with age.
         """
-        self._worths = worths
         self.queues = QUEUES * len(worths)
-        self._closed = range(_CLOSED, self.queues, QUEUES)
-        self._age_boost = [boost * worth for worth in worths for boost in _BOOST]
-        self._hazard = ReuseRates(QUEUES)
+        self._rates = ReuseRates(QUEUES)
+        self._search = VictimSearch(worths, self._rates)
+        self._trust = LearntTrust()
         self._ghosts = Ghosts(_GHOSTS_PER_BLOCK)
-        self._shadow = LruShadow()
         self._count = 0
         self._events = 0
         self._refreshed = 0
-        self._hits = self._late = 0.0
-        self._trust = _TRUST_FIRST
-        self._periods = 0
-        self._moment = _NO_MOMENT
-        self._looks = [_UNSEEN] * self.queues
-        self._filled_by_bits: dict[int, tuple[int, ...]] = {}
-        self._boost = np.array(_BOOST, dtype=np.float64)
 
     def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
         self._rows, self._tree, self._queues = rows, tree, queues
@@ -251,15 +336,6 @@ class ReuseDensity:
     def stamps(self) -> ColumnView:
         return self._since
 
-    @property
-    def trust(self) -> float:
-        """The share of the LRU victim's expected reuses below which another block is evicted.
-
-        0 means plain LRU.
-        """
-        late = _LATE_WEIGHT * self._late / (self._hits + 1.0)
-        return min(_OVERRULE_MAX, self._trust * late, self._trust)
-
     def queue(self, row: int) -> int:
         kind: int = self._kind.view[row]
         return kind
@@ -269,19 +345,22 @@ class ReuseDensity:
         ghost = self._ghosts.recall(digest)
         if ghost is None:
             turns, uses = self._turns_of_child(self._tree.parent.view[row]), 0
-            self._kind.view[row] = _kind_of(turns, 0)
+            self._kind.view[row] = _KIND_OF[min(turns, _TURNS_MAX)][0]
         else:
             turns, uses = ghost.note >> 8 & 15, min((ghost.note >> 12) + 1, 15)
-            self._hazard.reused(ghost.note & 255, now - ghost.stamp)
-            self._late += 1
-            self._kind.view[row] = _kind_of(turns + 1, uses)
+            self._rates.reused(ghost.note & 255, now - ghost.stamp)
+            self._trust.late += 1
+            self._kind.view[row] = _KIND_OF[min(turns + 1, _TURNS_MAX)][uses]
         self._turns.view[row], self._uses.view[row] = turns, uses
         self._since.view[row] = now
-        self._moment = _NO_MOMENT
+        self._search.forget()
         self._count += 1
-        if self._shadow.has(digest):
-            self._learn(-self._shadow.touch([digest]))
-        self._passed(1)
+        shadow = self._trust.shadow
+        if not digest >> 64 - shadow.bits and shadow.touch([digest]):
+            self._trust.learn(-1)
+        self._events += 1
+        if self._events >= max(_PERIOD_MIN, self._count // _PERIODS_PER_TIER):
+            self._refresh()
 
     def used(self, rows: Sequence[int], *, hit: bool) -> None:
         if len(rows) < _FEW:
@@ -326,82 +405,46 @@ class ReuseDensity:
         for row in rows:
             if kind[row] == _OUT or (state == SessionState.CLOSED and uses[row] > comebacks):
                 continue
-            ordinary = _kind_of(turns[row], uses[row])
+            ordinary = _KIND_OF[min(turns[row], _TURNS_MAX)][uses[row]]
             kind[row] = _BY_STATE.get(state, ordinary)
 
     def victim(self, group: int) -> int:
-        """The oldest block, or the end of a queue with clearly fewer expected reuses."""
-        colds, warms = self._queues.ends(group)
-        if not colds:
-            return NO_ROW
-        for closed in self._closed:
-            if colds[closed] != NO_ROW:
-                return colds[closed]
-        moment = (self._tree.now, self._periods)
-        if moment != self._moment:
-            # Looks at the ends of the queues stay valid until a block enters or is used.
-            self._moment = moment
-            self._looks = [_UNSEEN] * self.queues
-        looks, boosts = self._looks, self._age_boost
-        victim = least_promising = NO_ROW
-        oldest, promise, least = -1.0, 0.0, _MUCH
-        for queue in self._filled(self._queues.occupied(group)):
-            look = looks[queue]
-            if look[0] != colds[queue] or look[1] != warms[queue]:
-                look = looks[queue] = self._look(queue, colds[queue], warms[queue])
-            cold, _, age, promised, lesser, lesser_promising = look
-            boost = boosts[queue]
-            if age > oldest * boost:
-                victim, oldest, promise = cold, age / boost, promised
-            if lesser < least:
-                least, least_promising = lesser, lesser_promising
-        return least_promising if least < promise * self.trust else victim
-
-    def _look(self, queue: int, cold: int, warm: int) -> _Look:
-        now, since, worth = self._tree.now, self._since.view, self._worths[queue // QUEUES]
-        promises = self._hazard.density[queue % QUEUES]
-        age = now - since[cold]
-        promised = later = worth * promises[bisect_right(AGES, age) - 1]
-        if warm != cold:
-            later = worth * promises[bisect_right(AGES, now - since[warm]) - 1]
-        if later < promised:
-            return cold, warm, age, promised, later, warm
-        return cold, warm, age, promised, promised, cold
-
-    def _filled(self, occupied: int) -> tuple[int, ...]:
-        queues = self._filled_by_bits.get(occupied)
-        if queues is None:
-            queues = tuple(queue for queue in range(self.queues) if occupied >> queue & 1)
-            self._filled_by_bits[occupied] = queues
-        return queues
+        now, trust = self._tree.now, self._trust.share
+        return self._search.victim(self._queues, group, self._since.view, now, trust)
 
     def _hit(self, at: Ints, stamps: Ints) -> None:
         kinds = self._kind.array[at]
-        self._hazard.reused_many(kinds.astype(np.int64), stamps - self._since.array[at])
-        self._hits += len(at)
+        self._rates.reused_many(kinds.astype(np.int64), stamps - self._since.array[at])
         uses = np.minimum(self._uses.array[at], _COUNT_MAX - 1) + 1
         self._uses.array[at] = uses
-        self._kind.array[at] = _kind_of(int(self._turns.view[at[-1]]) + 1, 0) + _LEVEL[uses]
-        asked = self._shadow.sampled(self._rows.digests(at))
-        self._learn(len(asked) - self._shadow.touch(reversed(asked)))
-        self._passed(len(at))
+        turns = min(int(self._turns.view[at[-1]]) + 1, _TURNS_MAX)
+        self._kind.array[at] = _KIND_OF_ARRAY[turns][uses]
+        self._count_hits(len(at), self._trust.shadow.sampled(self._rows.digests(at)))
 
     def _hit_few(self, here: list[tuple[int, int]]) -> None:
         kind, since, uses = self._kind.view, self._since.view, self._uses.view
-        turns = self._turns.view[here[-1][0]] + 1
+        reused, digest_of, bits = self._rates.reused, self._rows.digest, self._trust.shadow.bits
+        kinds = _KIND_OF[min(self._turns.view[here[-1][0]] + 1, _TURNS_MAX)]
         asked = []
         for row, stamp in here:
-            self._hazard.reused(kind[row], stamp - since[row])
+            reused(kind[row], stamp - since[row])
             if uses[row] < _COUNT_MAX:
                 uses[row] += 1
-            kind[row] = _kind_of(turns, uses[row])
-            digest = self._rows.digest(row)
-            if self._shadow.has(digest):
+            kind[row] = kinds[uses[row]]
+            digest = digest_of(row)
+            if not digest >> 64 - bits:
                 asked.append(digest)
-        self._hits += len(here)
-        if asked:
-            self._learn(len(asked) - self._shadow.touch(reversed(asked)))
-        self._passed(len(here))
+        self._count_hits(len(here), asked)
+
+    def _count_hits(self, blocks: int, asked: list[int]) -> None:
+        """Count hits; `asked` are the digests of those in the sample."""
+        trust = self._trust
+        trust.hits += blocks
+        if asked and (gained := len(asked) - trust.shadow.touch(reversed(asked))):
+            trust.learn(gained)
+        self._events += blocks
+        if self._events >= max(_PERIOD_MIN, self._count // _PERIODS_PER_TIER):
+            self._refresh()
 
     def _turns_of_child(self, parent: int) -> int:
         """The number of times that the session of a new block has come back."""
@@ -410,31 +453,18 @@ class ReuseDensity:
         comes_back = int(self._uses.view[parent] > 0)
         return min(int(self._turns.view[parent]) + comes_back, _COUNT_MAX)
 
-    def _learn(self, gained: int) -> None:
-        """Adapt trust to `gained`, the hits of sampled keys minus those of plain LRU."""
-        if gained:
-            share = gained / self._shadow.capacity
-            trust = self._trust * exp(_HASTE * min(1.0, max(-1.0, share)))
-            self._trust = min(_TRUST_MAX, max(_TRUST_MIN, trust))
-
-    def _passed(self, events: int) -> None:
-        self._events += events
-        if self._events >= max(_PERIOD_MIN, self._count // _PERIODS_PER_TIER):
-            self._events = 0
-            self._refresh()
-
     def _refresh(self) -> None:
         now = self._tree.now
         period, self._refreshed = now - self._refreshed, now
-        self._periods += 1
+        self._events = 0
+        self._search.forget()
         step = max(1, len(self._kind.array) // _SAMPLE_MAX)
         kinds, since = self._kind.array[::step], self._since.array[::step]
         here = kinds != _OUT
         ages = np.maximum(now - since[here], 0)
-        self._hazard.exposed(kinds[here].astype(np.int64), ages, period * step)
+        self._rates.exposed(kinds[here].astype(np.int64), ages, period * step)
         since, notes, step = self._ghosts.sample(_SAMPLE_MAX)
-        self._hazard.exposed(notes & 255, np.maximum(now - since, 0), period * step)
-        self._hazard.refresh(now, period * self._count, self._boost)
-        self._hits, self._late = self._hits * 0.99, self._late * 0.99
+        self._rates.exposed(notes & 255, np.maximum(now - since, 0), period * step)
+        self._rates.refresh(now, period * self._count, _BOOST)
         self._ghosts.fit(self._count)
-        self._shadow.fit(self._count)
+        self._trust.refresh(self._count)
