@@ -77,8 +77,15 @@ class Model:
     def has_children(self, block: Block) -> bool:
         return any(other.group and self.parent(other) is block for other in self.known.values())
 
-    def kept_out(self, block: Block) -> bool:
-        return not block.group or bool(block.leases or block.dirty) or self.has_children(block)
+    def is_held(self, block: Block) -> bool:
+        return bool(block.leases or block.dirty)
+
+    def victim(self, group: int) -> Block | None:
+        """The first block in line. Held ones are taken out of the line when they come first."""
+        line = self.lines[group]
+        while line and self.is_held(line[0]):
+            line.pop(0)
+        return line[0] if line else None
 
     def in_line(self, block: Block) -> bool:
         return any(block in line for line in self.lines.values())
@@ -89,7 +96,9 @@ class Model:
                 line.remove(block)
 
     def settle(self, block: Block | None) -> None:
-        if block is None or self.kept_out(block) or self.in_line(block):
+        if block is None or not block.group or self.in_line(block):
+            return
+        if self.is_held(block) or self.has_children(block):
             return
         line = self.lines[block.group]
         warmer = [n for n, other in enumerate(line) if other.stamp >= block.stamp]
@@ -101,7 +110,7 @@ class Model:
         parent = self.parent(block)
         if parent is not None:
             self.unline(parent)
-        if not self.kept_out(block):
+        if not self.has_children(block):
             self.lines[group].append(block)
 
     def leave(self, block: Block) -> None:
@@ -179,15 +188,12 @@ class CatalogMachine(RuleBasedStateMachine):
             self.catalog.leaves.hold(block.row)
             block.dirty += 1
             self.dirty.append(block)
-            self.model.unline(block)
 
     @rule(group=st.sampled_from(GROUPS))
     def evict(self, group: int) -> None:
-        line = self.model.lines[group]
-        victim = self.catalog.leaves.coldest(group)
-        assert victim == (line[0].row if line else NONE)
-        if line:
-            block = line[0]
+        block = self.model.victim(group)
+        assert self.catalog.leaves.coldest(group) == (block.row if block else NONE)
+        if block is not None:
             assert not self.model.has_children(block), "a head before its tail"
             assert not block.leases and not block.dirty, "a block in use"
             self.leave(block)
@@ -230,7 +236,6 @@ class CatalogMachine(RuleBasedStateMachine):
         self.catalog.lease(rows)
         for block in blocks:
             block.leases += 1
-            self.model.unline(block)
         self.leases.append(blocks)
 
     @rule(which=st.integers(0, 10))
@@ -270,8 +275,9 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_next_victims_are_the_models(self) -> None:
-        for group, line in self.model.lines.items():
-            assert self.catalog.leaves.coldest(group) == (line[0].row if line else NONE)
+        for group in GROUPS:
+            block = self.model.victim(group)
+            assert self.catalog.leaves.coldest(group) == (block.row if block else NONE)
         assert self.catalog.leased == sum(map(len, self.leases))
         assert self.catalog.memory.count == sum(1 for b in self.everybody() if b.group)
         assert self.catalog.files[0].count == sum(1 for b in self.everybody() if b.disk)

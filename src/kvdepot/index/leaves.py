@@ -1,8 +1,10 @@
 """The evictable blocks of a tier: tails before heads, and none that is in use.
 
-Only leaves are in a queue: blocks without a child in the same tier that are neither leased nor
-waiting to be written. A parent is queued when its last child has left, at the position of its
-stamp. So the victim is at an end of a queue, and is found in constant time.
+Only leaves are in a queue: blocks without a child in the same tier. A parent is queued when its
+last child has left, at the position of its stamp. So the victim is at an end of a queue, and is
+found in constant time. A block that is leased or waits to be written is held. It stays in its queue
+until it would be the victim, because most leases end before that; then it is queued again when its
+last hold ends.
 
 An `Order` (core/order.py, policy/eviction) chooses the leaf that is evicted first. Each size class
 has queues of its own, because a slot can only be reused for a block of the same class.
@@ -52,7 +54,7 @@ class LeafOrder:
             if self._queue.view[parent] != _OUT:
                 self._queues.remove(parent)
         self._order.entered(row)
-        if not self._kids.view[row] and not self._holds.view[row]:
+        if not self._kids.view[row]:
             self._queues.append(row, group, self._order.queue(row))
 
     def leave(self, row: int) -> None:
@@ -98,10 +100,8 @@ class LeafOrder:
         self._kids.view[row] = 0
 
     def hold(self, row: int) -> None:
-        """Keep the block out of the queues until the same number of `release` calls."""
+        """Keep the block in the tier until the same number of `release` calls."""
         self._holds.view[row] += 1
-        if self._queue.view[row] != _OUT:
-            self._queues.remove(row)
 
     def release(self, row: int) -> None:
         self._holds.view[row] -= 1
@@ -109,28 +109,23 @@ class LeafOrder:
 
     def hold_all(self, rows: Sequence[int]) -> None:
         if len(rows) < FEW:
-            holds, queue = self._holds.view, self._queue.view
+            holds = self._holds.view
             for row in rows:
                 holds[row] += 1
-                if queue[row] != _OUT:
-                    self._queues.remove(row)
             return
-        at = np.array(rows)
-        np.add.at(self._holds.array, at, _ONE)
-        for row in at[self._queue.array[at] != _OUT].tolist():
-            if self._queue.view[row] != _OUT:
-                self._queues.remove(row)
+        np.add.at(self._holds.array, np.array(rows), _ONE)
 
     def release_all(self, rows: Sequence[int]) -> None:
         if len(rows) < FEW:
+            holds, kids, queue = self._holds.view, self._kids.view, self._queue.view
             for row in rows:
-                self._holds.view[row] -= 1
-                self._settle(row)
+                holds[row] -= 1
+                if queue[row] == _OUT and not kids[row]:
+                    self._settle(row)
             return
         at = np.array(rows)
         np.subtract.at(self._holds.array, at, _ONE)
-        idle = (self._group.array[at] != _OUT) & (self._kids.array[at] == 0)
-        for row in at[idle].tolist():
+        for row in at[(self._queue.array[at] == _OUT) & (self._kids.array[at] == 0)].tolist():
             self._settle(row)
 
     def held(self, row: int) -> bool:
@@ -151,19 +146,24 @@ class LeafOrder:
         self._order.used(rows, hit=hit)
         if not self._order.moves_on_use:
             return
-        for row in self._standing(rows):
-            self._queues.remove(row)
-            self._queues.append(row, self._group.view[row], self._order.queue(row))
+        queue = self._queue.view
+        for row in rows:
+            if queue[row] != _OUT:
+                self._queues.to_end(row, self._order.queue(row))
 
     def session_changed(self, rows: Sequence[int], state: SessionState) -> None:
         self._order.session_changed(rows, state)
-        for row in self._standing(rows):
-            self._queues.remove(row)
-            self._settle(row)
+        queue = self._queue.view
+        for row in rows:
+            if queue[row] != _OUT:
+                self._queues.remove(row)
+                self._settle(row)
 
     def coldest(self, group: int) -> int:
         """The row of a size class to evict first, or NONE."""
-        return self._order.victim(group)
+        while (row := self._order.victim(group)) != NONE and self._holds.view[row]:
+            self._queues.remove(row)
+        return row
 
     def chain(self, row: int, count: int) -> list[int]:
         """A queued row and the rows above it that become leaves in turn, at most `count`, tail
@@ -196,14 +196,6 @@ class LeafOrder:
     def may_leave(self, row: int) -> bool:
         """True if the block is a leaf with at most one hold."""
         return not self._kids.view[row] and self._holds.view[row] <= 1
-
-    def _standing(self, rows: Sequence[int]) -> Sequence[int]:
-        if len(rows) < FEW:
-            queue = self._queue.view
-            return [row for row in rows if queue[row] != _OUT]
-        at = np.array(rows)
-        standing: list[int] = at[self._queue.array[at] != _OUT].tolist()
-        return standing
 
     def _settle(self, row: int) -> None:
         """Queue a row if it is evictable now."""

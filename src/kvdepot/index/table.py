@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.core.block import BlockKey
-from kvdepot.core.keys import Keys
+from kvdepot.core.keys import Keys, as_keys
 
 Rows = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -49,7 +49,10 @@ class Column:
 
 
 class KeyTable:
-    """Keys to rows. A row number stays valid until `free`."""
+    """Keys to rows. A row number stays valid until `free`.
+
+    The last row is never used, so that the values of NONE, -1, are the fill values of the columns.
+    """
 
     def __init__(self) -> None:
         self.rows = _FIRST_ROWS
@@ -108,9 +111,7 @@ class KeyTable:
 
     def find(self, key: BlockKey) -> int:
         """The key's row, or NONE."""
-        return self._find(_KEY.unpack(key))
-
-    def _find(self, words: tuple[int, ...]) -> int:
+        words = _KEY.unpack(key)
         slots, flat, mask = self._slots, self._flat, self._mask
         slot = words[2] & mask
         while row := slots[slot]:
@@ -139,7 +140,7 @@ class KeyTable:
     def find_many(self, words: Keys) -> Rows:
         """Rows of many keys at once, NONE where absent."""
         if len(words) < FEW:
-            return np.array([self._find(key) for key in map(tuple, words.tolist())], np.int64)
+            return np.array(list(map(self.find, as_keys(words))), np.int64)
         rows = self._probe_digests(words[:, 2])
         found = self._words[rows]
         if found.tobytes() == words.tobytes():
@@ -168,7 +169,7 @@ class KeyTable:
             row = self._free
             self._free = self._next_free.view[row]
         else:
-            if self._unused == self.rows:
+            if self._unused == self.rows - 1:
                 self._grow(self.rows + self.rows // 2)
             row = self._unused
             self._unused += 1
@@ -187,8 +188,8 @@ class KeyTable:
     def add_many(self, words: Keys) -> Rows:
         """Add rows for many distinct unknown keys (recovery)."""
         count = len(words)
-        if self._unused + count > self.rows:
-            self._grow(self._unused + count)
+        if self._unused + count >= self.rows:
+            self._grow(self._unused + count + 1)
         rows = np.arange(self._unused, self._unused + count, dtype=np.int64)
         self._words[rows] = words
         self._unused += count

@@ -117,9 +117,9 @@ class Access:
         """
         self.set_sizes(caller, blocks)
         sizes, stop = blocks["payload_bytes"], blocks["stop"]
-        if not stop.all():
+        if np.count_nonzero(stop) < len(stop):
             np.copyto(stop, sizes, where=stop == 0)
-        found: Ints = np.flatnonzero((sizes > 0) & (stop <= sizes))
+        found: Ints = ((sizes > 0) & (stop <= sizes)).nonzero()[0]
         return found
 
     def set_sizes(self, caller: Caller, blocks: Array) -> None:

@@ -230,12 +230,15 @@ class Reader:
         catalog = self._state.catalog
         rows = catalog.table.find_many(call.blocks["key"])
         residency = catalog.residency.array[rows]
-        there = (rows != NONE) & (residency != 0)
-        there &= catalog.nbytes.array[rows] == call.blocks["payload_bytes"]
-        if not there.all():
+        sizes = catalog.nbytes.array[rows]
+        there = (sizes == call.blocks["payload_bytes"]) & (residency != 0)
+        known = rows
+        if np.count_nonzero(there) < len(rows):
+            known = rows[there]
             rows, residency = np.where(there, rows, NONE), residency * there
-        call.rows, call.codes = rows, np.full(len(rows), ABSENT, np.uint8)
-        call.addresses = np.zeros(len(rows), np.int64)
+        call.rows, call.addresses = rows, np.zeros(len(rows), np.int64)
+        call.codes = np.empty(len(rows), np.uint8)
+        call.codes.fill(ABSENT)
         for memory in reversed(self._state.memory_tiers):
             places = memory.copies.location.array[rows] + memory.address
             np.copyto(call.addresses, places, where=residency & memory.copies.bit != 0)
@@ -244,18 +247,22 @@ class Reader:
             below = rows[lower.holds(call.addresses)].tolist()
             if below:
                 upper.note_hits_below(below)
-        held: list[int] = (rows if there.all() else rows[there]).tolist()
+        held: list[int] = known.tolist()
         return held
 
     def _from_memory(self, call: ReadCall) -> Ints:
         """Serve blocks in memory. Returns those to read from volumes, also for damaged copies."""
-        left = [np.flatnonzero((call.rows != NONE) & (call.addresses == 0))]
-        for memory in self._state.memory_tiers:
-            start, stop = memory.address, memory.address + memory.arena.memory.nbytes
-            mine = np.flatnonzero((call.addresses >= start) & (call.addresses < stop))
-            if len(mine):
-                left.append(self._serve(call, memory, mine))
-        return np.concatenate(left)
+        here = call.addresses.nonzero()[0]
+        left: Ints = here[:0]
+        if len(here) < len(call.rows):
+            left = np.flatnonzero((call.rows != NONE) & (call.addresses == 0))
+        tiers = self._state.memory_tiers
+        for memory in tiers:
+            mine = here if len(tiers) == 1 else here[memory.holds(call.addresses[here])]
+            bad = self._serve(call, memory, mine) if len(mine) else mine
+            if len(bad):
+                left = np.concatenate([left, bad])
+        return left
 
     def _serve(self, call: ReadCall, memory: ArenaTier, mine: Ints) -> Ints:
         """Serve blocks of one memory tier. Returns damaged ones that a volume has.
