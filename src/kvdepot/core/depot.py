@@ -5,7 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Protocol, Self
 
@@ -153,7 +153,7 @@ class CheckReport:
             "ok": self.ok,
             "blocks": self.blocks,
             "bytes": self.nbytes,
-            "findings": [{"where": f.where, "what": f.what} for f in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
         }
 
 

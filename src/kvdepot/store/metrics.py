@@ -143,18 +143,6 @@ def _audited(stats: Stats) -> Samples:
         yield ("mismatched",), float(audit["mismatched"])
 
 
-def _events(stats: Stats) -> Samples:
-    for name, count in stats.get("events", {}).items():
-        if name not in ("endpoint", "replay", "blocks"):
-            yield (name,), float(count)
-
-
-def _site_hints(stats: Stats) -> Samples:
-    for name, count in stats.get("site", {}).get("hints", {}).items():
-        if name != "open":
-            yield (name,), float(count)
-
-
 def _build(stats: Stats) -> Samples:
     if "daemon" in stats:
         yield (stats["daemon"]["version"],), 1.0
@@ -448,14 +436,11 @@ METRICS: Final = (
         "audit.quarantined",
         "Namespaces that are not served because an audit failed.",
     ),
-    Metric(
-        "kvdepot_events_total",
-        "counter",
+    _counter(
         "events",
+        "events.{event:batches,replays,subscriptions,stored,removed,cleared,silent,failed}",
         "Events published to routers: blocks stored, removed, not published (silent), all cleared; "
         "batches, replays, subscriptions, failures.",
-        ("event",),
-        _events,
     ),
     _gauge("events_announced_blocks", "events.blocks", "Blocks that are published to routers."),
     _histogram(
@@ -525,13 +510,10 @@ METRICS: Final = (
         "Messages between the stores of a site: sent, received, refused as malformed, dropped; and "
         "connections made.",
     ),
-    Metric(
-        "kvdepot_site_hints_total",
-        "counter",
-        "site.hints",
+    _counter(
+        "site_hints",
+        "site.hints.{event:followed,passed_on,unknown}",
         "Hints of the site: prompts prefetched, sessions forwarded to another node, unknown here.",
-        ("event",),
-        _site_hints,
     ),
     _gauge(
         "site_open_hints",

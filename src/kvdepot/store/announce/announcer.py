@@ -1,6 +1,5 @@
 """Publishes a store's blocks to routers: all at the start, then all changes."""
 
-import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -172,18 +171,9 @@ class Announcer:
     def _space(self, tag: bytes) -> AnnouncedSpace | None:
         """The published form of a namespace; None if it is not published."""
         if tag not in self._spaces:
-            facts = self._description(tag)
-            theirs = facts is not None and facts.get("tenant", "") in self._config.tenants
-            found = space_of(facts) if facts is not None and theirs else None
-            if facts is None:
+            facts = self._state.descriptions.facts(tag)
+            if not facts:
                 return None
-            self._spaces[tag] = found
+            theirs = facts.get("tenant", "") in self._config.tenants
+            self._spaces[tag] = space_of(facts) if theirs else None
         return self._spaces[tag]
-
-    def _description(self, tag: bytes) -> dict[str, Any] | None:
-        text = self._state.descriptions.of(tag)
-        try:
-            found = json.loads(text) if text else None
-        except ValueError:
-            return None
-        return found if isinstance(found, dict) else None

@@ -7,7 +7,7 @@ a segment without footer, a torn record, a `superblock.new`.
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -193,10 +193,8 @@ def examine(reader: SegmentReader, segment_id: int, entries: Entries, pace: Pace
 
 def _look_again(path: Path, progress: Progress | None) -> AuditReport:
     for _ in range(_TRIES):
-        try:
+        with suppress(FileNotFoundError):
             return _look(path, progress)
-        except FileNotFoundError:
-            continue
     return _look(path, progress)
 
 

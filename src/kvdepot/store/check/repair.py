@@ -5,8 +5,7 @@ are dropped. Each step writes data, syncs it, then writes the pointers to it, so
 either unchanged or repaired, and an interrupted repair can be run again.
 """
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +42,7 @@ class RepairReport:
         self.done.append(Finding(f"slot {slot}", what))
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "done": [{"where": f.where, "what": f.what} for f in self.done],
-            "failed": [{"where": f.where, "what": f.what} for f in self.failed],
-            "dropped": self.dropped,
-        }
+        return asdict(self)
 
 
 def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
@@ -153,7 +148,7 @@ def _swapped(reader: SegmentReader, segment: Recovered, ids: set[int]) -> Recove
         return None
     if origin.segment_bytes != reader.segment_bytes:
         return None
-    return dataclasses.replace(reader, slot=origin.slot).recover()
+    return replace(reader, slot=origin.slot).recover()
 
 
 def _rewrite(reader: SegmentReader, segment: Recovered, intact: Entries) -> None:

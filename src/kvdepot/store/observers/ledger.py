@@ -67,21 +67,13 @@ class _Space:
     """A block of one shard stands for this fraction of the tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """Seconds of prefill for each token, and for each pair of tokens that attend."""
-
-    token_s: float
-    pair_s: float
-
-
 class SavingsLedger:
     """The counts of one store."""
 
     def __init__(self, prices: LedgerConfig) -> None:
         self._prices = prices
         self._spaces: dict[bytes, _Space] = {}
-        self._prefill: dict[bytes, _Prefill] = {}
+        self._prefill: dict[bytes, PrefillReported] = {}
         self._total = Account()
         self._tenants: dict[str, Account] = {}
         self._sessions: OrderedDict[tuple[bytes, str], Account] = OrderedDict()
@@ -98,7 +90,7 @@ class SavingsLedger:
             elif isinstance(event, SessionNamed):
                 self._session_named(event.tag, event.name, event.keys)
             elif isinstance(event, PrefillReported):
-                self._prefill[event.tag] = _Prefill(event.token_s, event.pair_s)
+                self._prefill[event.tag] = event
 
     def _registered(self, tag: bytes, description: bytes) -> None:
         """Count the blocks of a namespace from now on. Windows and states are not counted: they
@@ -182,7 +174,7 @@ class SavingsLedger:
         return self._tenants.setdefault(name, Account())
 
 
-def _speed(prefill: _Prefill) -> dict[str, float | None]:
+def _speed(prefill: PrefillReported) -> dict[str, float | None]:
     """`crossover_tokens` is the context at which attention takes as long as all the rest."""
     crossover = prefill.token_s / prefill.pair_s if prefill.pair_s else None
     return {"tokens_per_s": 1.0 / prefill.token_s, "crossover_tokens": crossover}
