@@ -11,6 +11,8 @@ from typing import Final, Protocol
 
 STAMP_MAX: Final = (1 << 62) - 1
 """The greatest valid stamp."""
+_AHEAD_MAX: Final = 1 << 52
+"""Stamps that are further ahead of this machine's clock (142 years) are not credible."""
 OPENING_GAP: Final = 1 << 13
 """Stamps that are skipped when a store is opened, because a power cut may have lost records with
 them and the wall clock may have been set back since. 8 ms, less than the time to open a store:
@@ -56,6 +58,11 @@ class StampClock:
         if stamp <= STAMP_MAX:
             with self._lock:
                 self._last = max(self._last, stamp)
+
+    def is_credible(self, stamp: int) -> bool:
+        """False for a stamp so far ahead that no stamps would be left after it."""
+        with self._lock:
+            return stamp <= max(self._last, int(self._wall.now() * 1e6)) + _AHEAD_MAX
 
     def open(self, opened: int) -> int:
         """Begin to write. `opened` is the result of the last call, or 0.

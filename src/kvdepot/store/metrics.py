@@ -364,6 +364,11 @@ METRICS: Final = (
         "1: its file system is full, although the store has not reached its capacity.",
     ),
     _counter("drive_errors", "tiers.{tier}.drives.{drive}.errors", "Errors of the drive."),
+    _counter(
+        "refused_manifests",
+        "tiers.{tier}.drives.{drive}.refused_manifests",
+        "Manifests in a bucket that are damaged or make no sense, and are ignored.",
+    ),
     _gauge(
         "drive_used_bytes",
         "tiers.{tier}.drives.{drive}.used_bytes",

@@ -26,7 +26,7 @@ from kvdepot.core.volume import (
     segment_table,
 )
 from kvdepot.format.record import PAGE, record_bytes, record_sizes
-from kvdepot.volumes.object.manifest import Listing, Records
+from kvdepot.volumes.object.manifest import Listing, Manifest, Records
 from kvdepot.volumes.records import newest_records
 
 
@@ -99,6 +99,10 @@ class BucketContents:
             if len(records):
                 self._stamps.observe(int(records["stamp"].max()))
             return added
+
+    def is_credible(self, manifest: Manifest) -> bool:
+        """False if later stamps of this node could not follow those of a manifest."""
+        return self._stamps.is_credible(manifest.last_stamp)
 
     def own(self, path: str, owner: str) -> None:
         """Change the owner of an object."""

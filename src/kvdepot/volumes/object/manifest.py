@@ -29,7 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.core.clock import STAMP_MAX
+from kvdepot.core.json_object import parse_object
 from kvdepot.core.metadata import Metadata, MetaEntry, MetaKind, Tombstone
+from kvdepot.core.volume import SEGMENT_SHIFT
 from kvdepot.format.record import HEAD_BYTES, PAGE, SIZE_MAX
 from kvdepot.native import checksum
 
@@ -51,9 +53,12 @@ _NUMBER_DIGITS: Final = 12
 _WRITER: Final = re.compile("[0-9a-f]{16}")
 _NUMBER: Final = re.compile(f"[0-9a-f]{{{_NUMBER_DIGITS}}}")
 _NAME: Final = re.compile(f"{INDEX}({_WRITER.pattern})/" + "-".join([f"({_NUMBER.pattern})"] * 3))
-_INVALID: Final = (
-    ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
-)  # fmt: skip
+MANIFEST_BYTES_MAX: Final = 256 << 20
+"""Longest manifest that is read."""
+OBJECT_BYTES_MAX: Final = PAGE << SEGMENT_SHIFT
+"""Longest data object: its pages are counted in 24 bits."""
+_CREATED_MAX: Final = STAMP_MAX // 10**6
+_INVALID: Final = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 """Exceptions of parsing a malformed manifest."""
 Records = npt.NDArray[Any]
 """Rows of ROW: the records of one data object."""
@@ -123,6 +128,14 @@ class Manifest:
         whole.metadata = known.all()
         return whole
 
+    @property
+    def last_stamp(self) -> int:
+        """The greatest stamp in it."""
+        stones = [Tombstone.parse(one) for one in self.metadata if one.kind is MetaKind.TOMBSTONE]
+        records = [one.records["stamp"] for one in self.objects if len(one.records)]
+        stamps = [int(one.max()) for one in records] + [one.stamp for one in self.metadata]
+        return max([0, *stamps, *(one.below for one in stones if one is not None)])
+
     def pack(self) -> bytes:
         text = json.dumps(
             {
@@ -157,7 +170,7 @@ class Manifest:
         if len(body) != text_bytes + count * ROW.itemsize or checksum(body) != digest:
             raise DamagedManifestError("it does not match its checksum")
         try:
-            return cls._of(json.loads(body[:text_bytes]), np.frombuffer(body[text_bytes:], ROW))
+            return cls._of(parse_object(body[:text_bytes]), np.frombuffer(body[text_bytes:], ROW))
         except _INVALID as error:
             raise DamagedManifestError("its fields are invalid") from error
 
@@ -167,25 +180,40 @@ class Manifest:
         if (rows["stamp"] > STAMP_MAX).any() or (rows["payload"] > SIZE_MAX).any():
             raise ValueError("a record is out of range")
         for path, nbytes, created_s, count in fields["objects"]:
-            records = rows[start : start + int(count)]
+            records = rows[start : start + _whole(count, len(rows) - start)]
             start += len(records)
             ends = records["page"].astype(np.int64) * PAGE + HEAD_BYTES
-            if writer_of_data(path) is None or len(records) != count or (ends > int(nbytes)).any():
+            if writer_of_data(path) is None or (ends > _whole(nbytes, OBJECT_BYTES_MAX)).any():
                 raise ValueError(path)
-            known = fields["tokens"].get(path, {}).items()
-            tokens = {int(page): b64decode(ids) for page, ids in known}
-            manifest.objects.append(Listing(path, int(nbytes), int(created_s), records, tokens))
+            pages = set(records["page"].tolist())
+            known = {int(page): ids for page, ids in fields["tokens"].get(path, {}).items()}
+            if not pages.issuperset(known):
+                raise ValueError("token ids of no record")
+            tokens = {page: b64decode(ids, validate=True) for page, ids in known.items()}
+            created_s = _whole(created_s, _CREATED_MAX)
+            manifest.objects.append(Listing(path, nbytes, created_s, records, tokens))
+        if len(set(manifest.paths)) != len(manifest.objects):
+            raise ValueError("an object is listed twice")
         if start != len(rows):
             raise ValueError("rows of no object")
         for kind, name, stamp, text in fields["metadata"]:
             value = None if text is None else bytes.fromhex(text)
-            entry = MetaEntry(MetaKind(kind), bytes.fromhex(name), int(stamp), value)
+            known_kind = MetaKind(_whole(kind, max(MetaKind)))
+            stamp = _whole(stamp, STAMP_MAX)
+            entry = MetaEntry(known_kind, bytes.fromhex(name), stamp, value)
             is_stone = entry.kind is MetaKind.TOMBSTONE
             if not entry.is_valid or (is_stone and Tombstone.parse(entry) is None):
                 raise ValueError(name)
             if entry.kind in KINDS:
                 manifest.metadata.append(entry)
         return manifest
+
+
+def _whole(value: object, most: int) -> int:
+    """A number of a manifest. ValueError if it is none, or not between 0 and `most`."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{value!r:.40} is not a number up to {most}")
+    return value
 
 
 def _hex(value: bytes | None) -> str | None:

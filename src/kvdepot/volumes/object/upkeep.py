@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Final
@@ -33,6 +33,7 @@ from kvdepot.volumes.object.manifest import (
     ALIVE,
     DATA,
     FORMAT_PATH,
+    MANIFEST_BYTES_MAX,
     VERSION,
     WRITERS,
     DamagedManifestError,
@@ -129,17 +130,52 @@ class OtherManifests:
     known: dict[ManifestName, Manifest] = field(default_factory=dict)
     listed: list[ManifestName] = field(default_factory=list)
     _adopted: set[str] = field(default_factory=set)
+    _refused: set[ManifestName] = field(default_factory=set)
+    """Listed manifests that are damaged or not credible. They replace no other ones."""
+    refused_total: int = 0
+    """Number of manifests that were refused since the bucket was opened."""
 
-    def read(self, names: Iterable[ManifestName], living: set[str]) -> None:
+    def read(self, names: Mapping[ManifestName, int], living: set[str]) -> None:
         """Fetch new manifests, add their objects, and drop objects that are not listed any more.
-        Manifests of `living` writers are not adopted. Raises BucketError.
+        `names`: the listed manifests and their bytes. Those of `living` writers are not adopted.
+        Raises BucketError.
         """
         self._adopted -= living
         self.listed = list(names)
-        wanted = in_force([name for name in self.listed if name.writer not in self._adopted])
-        new = [name for name in wanted if name not in self.known]
-        fetched = dict(zip(new, self.pool.map(self._get, new), strict=True))
-        manifests = {name: one for name, one in fetched.items() if one is not None}
+        self._refused &= names.keys()
+        manifests: dict[ManifestName, Manifest | None] = {}
+        while new := [
+            name for name in self._wanted() if name not in self.known and name not in manifests
+        ]:
+            sizes = [names[name] for name in new]
+            manifests |= zip(new, self.pool.map(self._get, new, sizes), strict=True)
+        self._take_in({name: one for name, one in manifests.items() if one is not None})
+        self.refused_total += len(self._refused & manifests.keys())
+        unread = {
+            name.writer
+            for name, one in manifests.items()
+            if one is None and name not in self._refused
+        }
+        for name in self.known.keys() - set(self._wanted()):
+            if name.writer not in unread:
+                del self.known[name]
+        paths = {path for manifest in self.known.values() for path in manifest.paths}
+        for known in self.contents.owned_by(others=True):
+            if known.path not in paths:
+                self.contents.drop(known.path)
+        self.contents.forget_tombstones(self._stones)
+
+    def _wanted(self) -> list[ManifestName]:
+        """The listed manifests in force."""
+        return in_force(
+            [
+                name
+                for name in self.listed
+                if name.writer not in self._adopted and name not in self._refused
+            ]
+        )
+
+    def _take_in(self, manifests: Mapping[ManifestName, Manifest]) -> None:
         self.known |= manifests
         if self.contents.learn(
             [one for m in manifests.values() for one in m.metadata], report=True
@@ -149,15 +185,6 @@ class OtherManifests:
             for listing in manifest.objects:
                 if listing.path not in self.trash:
                     self.contents.add(listing, name.writer)
-        unread = {name.writer for name, one in fetched.items() if one is None}
-        for name in self.known.keys() - set(wanted):
-            if name.writer not in unread:
-                del self.known[name]
-        paths = {path for manifest in self.known.values() for path in manifest.paths}
-        for known in self.contents.owned_by(others=True):
-            if known.path not in paths:
-                self.contents.drop(known.path)
-        self.contents.forget_tombstones(self._stones)
 
     def _stones(self) -> set[bytes]:
         entries = [*self.own.metadata().metadata, *self.metadata()]
@@ -166,15 +193,24 @@ class OtherManifests:
     def metadata(self) -> list[MetaEntry]:
         return [one for manifest in list(self.known.values()) for one in manifest.metadata]
 
-    def _get(self, name: ManifestName) -> Manifest | None:
-        """Fetch a manifest; None if it was replaced meanwhile. A damaged one counts as empty."""
+    def _get(self, name: ManifestName, nbytes: int) -> Manifest | None:
+        """Fetch a manifest; None if it was replaced meanwhile, or is refused."""
         try:
-            return Manifest.parse(self.bucket.get(name.path))
+            return self._fetch(name, nbytes)
         except DamagedManifestError as error:
+            self._refused.add(name)
             _log.warning("object: manifest %s is ignored: %s", name.path, error)
-            return Manifest()
         except MissingObjectError:
-            return None
+            pass
+        return None
+
+    def _fetch(self, name: ManifestName, nbytes: int) -> Manifest:
+        if nbytes > MANIFEST_BYTES_MAX:
+            raise DamagedManifestError(f"it has {nbytes} bytes, limit {MANIFEST_BYTES_MAX}")
+        manifest = Manifest.parse(self.bucket.get(name.path))
+        if not self.contents.is_credible(manifest):
+            raise DamagedManifestError("it has a stamp far in the future")
+        return manifest
 
     def adopt(self, writers: Writers) -> bool:
         """Adopt the objects of dead writers, if this node is their heir. True if there were any.
@@ -296,12 +332,15 @@ class Garbage:
 
 
 @dataclass(slots=True, eq=False)
-class FirstLook:
-    """The first time that the bucket is read."""
+class UpkeepState:
+    """The first time that the bucket is read, and the end of the thread."""
 
     tried: threading.Event = field(default_factory=threading.Event)
     refusal: KVDepotError | None = None
     is_done: bool = False
+    """True if the bucket is a depot and was read."""
+    has_ended: bool = False
+    """True if the thread has ended on an unexpected error."""
 
 
 class BucketUpkeep:
@@ -332,7 +371,7 @@ class BucketUpkeep:
         self._wake = threading.Event()
         self._looked_s = float("-inf")
         self._round_lock = threading.Lock()
-        self._first = FirstLook()
+        self._state = UpkeepState()
         self._thread = threading.Thread(target=self._run, name="kvdepot-object", daemon=True)
 
     @property
@@ -342,7 +381,12 @@ class BucketUpkeep:
     @property
     def begun(self) -> bool:
         """True if the bucket is a depot and was read once: it may be written to."""
-        return self._first.is_done
+        return self._state.is_done and not self._state.has_ended
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the thread has ended on an error: the volume must be opened again."""
+        return self._state.has_ended
 
     def start(self) -> None:
         """Start the thread, and wait until it has read the bucket for the first time. If the server
@@ -352,10 +396,10 @@ class BucketUpkeep:
         another format or is not a depot.
         """
         self._thread.start()
-        answered = self._first.tried.wait(_START_S)
-        if self._first.refusal is not None:
+        answered = self._state.tried.wait(_START_S)
+        if self._state.refusal is not None:
             self._thread.join()
-            raise self._first.refusal
+            raise self._state.refusal
         if not answered:
             self._breaker.failed("the server does not answer", at_once=True)
 
@@ -369,19 +413,19 @@ class BucketUpkeep:
                 fatal: KVDepotError | None = (
                     refusal(error, self._config) if isinstance(error, BucketError) else error
                 )
-                if fatal is not None and not self._first.tried.is_set():
-                    self._first.refusal = fatal
-                    self._first.tried.set()
+                if fatal is not None and not self._state.tried.is_set():
+                    self._state.refusal = fatal
+                    self._state.tried.set()
                     return False
                 self._breaker.failed(str(error), at_once=True)
             else:
-                self._first.is_done = True
+                self._state.is_done = True
                 self._breaker.succeeded()
-                if self._first.tried.is_set():
+                if self._state.tried.is_set():
                     self._context.on_change(Change.CONTENTS)
-                self._first.tried.set()
+                self._state.tried.set()
                 return True
-            self._first.tried.set()
+            self._state.tried.set()
             self._stop.wait(min(_START_AGAIN_S, self._breaker.health().retry_in_s))
         return False
 
@@ -448,11 +492,15 @@ class BucketUpkeep:
             check_format(self._bucket, paths, writable=True)
         fresh = self.writers.watch(listed)
         self._lost.notice(paths, own)
-        names = [name for name in map(ManifestName.parse, sorted(paths)) if name is not None]
-        # The server stored these although it reported an error; their objects were dropped.
-        strays = [one for one in names if one.writer == self.writers.name and one not in own]
-        self.trash.add(name.path for name in strays if name.generation <= generation)
-        self.others.read([one for one in names if one.writer != self.writers.name], fresh)
+        sizes = {
+            name: one.nbytes for one in listed if (name := ManifestName.parse(one.path)) is not None
+        }
+        mine = {name for name in sizes if name.writer == self.writers.name}
+        last = self.manifests.names()[1] if mine.difference(own) else generation
+        # The server stored these although it reported an error, or this node did not write them.
+        strays = [one for one in mine.difference(own) if not generation < one.generation <= last]
+        self.trash.add(name.path for name in strays)
+        self.others.read({name: sizes[name] for name in sorted(sizes.keys() - mine)}, fresh)
         if self.begun:
             self._context.on_change(Change.CONTENTS)
 
@@ -470,8 +518,18 @@ class BucketUpkeep:
                 self.manifests.drop(one.path)
 
     def _run(self) -> None:
-        if not self._begin():
-            return
+        try:
+            if self._begin():
+                self._repeat()
+        finally:
+            if not self._stop.is_set() and self._state.refusal is None:
+                _events.error("object: the upkeep has ended and begins again", exc_info=True)
+                self._state.has_ended = True
+                self._breaker.failed("the upkeep has ended on an error", at_once=True)
+                self._state.tried.set()
+                self._context.on_change(Change.STATE)
+
+    def _repeat(self) -> None:
         pause_s = self._config.refresh_s
         due_s = self._context.clock.now() + pause_s
         while self._pause(pause_s):
@@ -489,8 +547,8 @@ class BucketUpkeep:
                 else:
                     self.step()
                     due_s = now_s + pause_s
-            except BucketError as error:
-                self._breaker.failed(error.reason, at_once=True)
+            except (BucketError, FormatError) as error:
+                self._breaker.failed(str(error), at_once=True)
                 pause_s = max(0.01, min(pause_s, self._breaker.health().retry_in_s))
             else:
                 self._breaker.succeeded()

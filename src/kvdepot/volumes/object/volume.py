@@ -45,7 +45,7 @@ from kvdepot.volumes.object.upkeep import BucketUpkeep
 
 _RECORD_BYTES_MAX: Final = 4 << 30
 _WRITERS_MAX: Final = 8
-_LOOK_S: Final = 3600.0
+_LOOK_S: Final = 1.0
 _USD: Final = (0.005 / 1000, 0.0004 / 1000)
 """Prices of requests at Amazon (us-east-1): for writes and lists, and for reads."""
 _log = RateLimitedLog("kvdepot.store")
@@ -102,9 +102,11 @@ class BucketVolume:
             room = self._room()
         return VolumeFacts(
             label=self._bucket.label,
-            up=health.ok,
-            takes_blocks=health.ok and self._may_write,
+            up=health.ok and not self.upkeep.has_ended,
+            takes_blocks=health.ok and self._may_write and self.upkeep.begun,
             may_write=self._may_write,
+            lost=self.upkeep.has_ended,
+            may_reopen=self.upkeep.has_ended,
             reason=health.reason,
             errors=health.errors,
             retry_in_s=health.retry_in_s,
@@ -287,6 +289,7 @@ class BucketVolume:
             "objects": len(contents.objects),
             "own_bytes": contents.own_bytes,
             "writers": len(self.upkeep.writers.living()),
+            "refused_manifests": self.upkeep.others.refused_total,
             "requests": requests,
             "requests_usd": round(usd, 6),
         }
