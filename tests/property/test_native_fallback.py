@@ -36,12 +36,6 @@ def simd(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @given(start=starts, nbytes=lengths)
-def test_checksums_are_equal(simd: str, start: int, nbytes: int) -> None:
-    data = MEMORY[start : start + nbytes]
-    assert c.checksum(data) == fallback.checksum(data)
-
-
-@given(start=starts, nbytes=lengths)
 def test_checksums_are_those_of_xxhash(simd: str, start: int, nbytes: int) -> None:
     xxhash = pytest.importorskip("xxhash")
     data = MEMORY[start : start + nbytes]

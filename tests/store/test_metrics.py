@@ -292,15 +292,6 @@ def test_first_tokens_later_than_computing_are_told() -> None:
     assert not alerts({"first_tokens": {**slow, "seconds": 20.0}})
 
 
-def test_a_full_disk_is_told() -> None:
-    drive = {"path": "/mnt/a", "healthy": True, "full": True}
-    (alert,) = alerts({"tiers": {"ssd": {"drives": [drive]}}})
-    assert alert.level == "warn"
-    assert "/mnt/a" in alert.what
-    assert "ssd.capacity" in alert.do
-    assert not alerts({"tiers": {"ssd": {"drives": [{**drive, "full": False}]}}})
-
-
 def test_the_text_is_what_prometheus_reads(tmp_path: Path) -> None:
     with kvdepot.open(**small(tmp_path / "kv")) as store:
         put(store, prompt(space_of(store), 1, 4))
@@ -397,6 +388,7 @@ def test_names_follow_the_rules() -> None:
         ({"draining": True, "used_bytes": 1 << 20}, "/d is being drained, 1MiB left"),
         ({"of_profile": 0.2}, "reads at 20% of its measured speed"),
         ({"written": {"daily_bytes": 1 << 30, "level_bytes": 0}}, "has used up its write budget"),
+        ({"full": True}, "/d"),
     ],
 )
 def test_alerts_name_the_drive_and_what_to_do(change: dict[str, Any], said: str) -> None:

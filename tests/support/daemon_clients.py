@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from tests.support.failures import check_data
@@ -70,12 +69,7 @@ class ClientProcess:
     def __enter__(self) -> "ClientProcess":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.kill()
 

@@ -4,7 +4,6 @@ import json
 import os
 import socket
 from pathlib import Path
-from types import TracebackType
 
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.namespace import FORMAT_VERSION
@@ -89,10 +88,5 @@ class RawClient:
     def __enter__(self) -> "RawClient":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 ROOT = Path(__file__).parents[2]
@@ -185,12 +184,7 @@ class Machine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._shell.kill()  # with its children, and all that they have started
         self._shell.communicate()
         self._errors.close()

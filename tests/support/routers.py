@@ -1,31 +1,23 @@
 """Routers for tests: one that follows KV events as documented, and Dynamo's own indexer."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import msgspec
 import zmq
+from tests.support.s3_servers import free_ports
 
 from kvdepot.core.depot import Match
 
 SessionUpdate = tuple[int, int]
 """Tokens of the leading blocks that are in memory, and of all that are here."""
 _START_S: Final = 60.0
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def told_by(match: Match, block_tokens: int) -> SessionUpdate:
@@ -121,7 +113,7 @@ class DynamoIndexer:
     """`python -m dynamo.indexer`, in a process of its own. A scope: killed at its end."""
 
     def __init__(self, folder: Path) -> None:
-        self._port = free_port()
+        self._port = free_ports(1)[0]
         command = [sys.executable, "-m", "dynamo.indexer", "--port", str(self._port)]
         with (folder / "indexer.log").open("w") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -166,11 +158,6 @@ class DynamoIndexer:
     def __enter__(self) -> "DynamoIndexer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()

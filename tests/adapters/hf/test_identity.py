@@ -136,17 +136,6 @@ def test_every_byte_of_a_large_tensor_counts_and_its_place(at: int) -> None:
     assert weights_digest(model) != before
 
 
-def test_a_weight_written_in_place_makes_it_another_model(memory: Store) -> None:
-    model = build(llama())
-    with attach(model, memory, block_tokens=BLOCK) as depot_model:
-        fetched(depot_model)
-        assert fetched(depot_model) == 80
-        with torch.no_grad():
-            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
-        assert fetched(depot_model) == 0
-        assert fetched(depot_model) == 80
-
-
 def weight_of(model: Any) -> Any:
     return model.model.layers[0].self_attn.k_proj.weight
 
@@ -247,12 +236,10 @@ def test_a_change_that_no_sign_shows_is_found_when_asked_to(memory: Store) -> No
         assert depot_model.refresh_identity() == before
 
 
-def test_weights_replaced_and_cast_are_noticed(memory: Store) -> None:
+def test_a_cast_is_noticed(memory: Store) -> None:
     model = build(llama())
     with attach(model, memory, block_tokens=BLOCK) as depot_model:
         fetched(depot_model)
-        model.load_state_dict(build(llama(), seed=8).state_dict())
-        assert fetched(depot_model) == 0
         assert depot_model.to(torch.bfloat16) is depot_model
         depot_model.generate(IDS, **GREEDY)
         assert not depot_model.last.rows[0].fetched

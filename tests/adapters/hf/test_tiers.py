@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import torch
 from tests.support.page_locks import CudaStandIn
-from tests.support.tiny_transformers import SERVED, build, padded, tokens
+from tests.support.tiny_transformers import SERVED, build, tokens
 
 from kvdepot.adapters.hf import DepotModel, attach
 from kvdepot.adapters.hf import model as hf_model
@@ -80,17 +80,6 @@ def test_from_disk_after_a_restart_then_from_memory(model: Any, open_depot: Open
             assert again.last.rows[0].computed_tokens == 3
 
 
-def test_a_batch_from_disk(model: Any, open_depot: OpenDepot) -> None:
-    rows = [tokens(PROMPT, seed=1), tokens(100, seed=2), tokens(30, seed=3)]
-    for row in rows:
-        learn(model, open_depot(), row)
-    batch = padded(rows)
-    with open_depot() as store, attach(model, store, block_tokens=BLOCK) as again:
-        expected = model.generate(**batch, **GREEDY, pad_token_id=0)
-        assert torch.equal(again.generate(**batch, **GREEDY, pad_token_id=0), expected)
-        assert all(set(row.fetched) == {"ssd"} for row in again.last.rows)
-
-
 def test_a_flipped_bit_in_memory_is_recomputed_on_a_gpu_too(
     model: Any, memory: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,37 +139,6 @@ def test_a_bad_block_costs_the_blocks_after_it(
         assert again.last.rows[0].computed_tokens <= 3 + BLOCK, "what was recomputed is kept"
 
 
-def test_every_read_fails(model: Any, open_depot: OpenDepot) -> None:
-    ids = tokens(PROMPT)
-    answer = learn(model, open_depot(), ids)
-    files = FaultyFiles()
-    with open_depot(files) as store, attach(model, store, block_tokens=BLOCK) as again:
-        files.add(Fault(Call.RUN_READ, Fail(errno.EIO), times=None))
-        assert torch.equal(again.generate(ids, **GREEDY), answer)
-        assert again.last.rows[0].computed_tokens == PROMPT
-        assert store.stats()["counters"]["read_failed"]
-        files.clear()
-
-
-def test_damage_on_the_disk_itself(model: Any, open_depot: OpenDepot, tmp_path: Path) -> None:
-    ids = tokens(PROMPT)
-    answer = learn(model, open_depot(), ids)
-    flip_every_page(tmp_path / "kv")
-    with open_depot() as store, attach(model, store, block_tokens=BLOCK) as again:
-        assert torch.equal(again.generate(ids, **GREEDY), answer)
-
-
-def flip_every_page(folder: Path) -> None:
-    """Change a byte in the middle of every page of every segment but its first pages."""
-    for path in folder.rglob("*"):
-        if path.is_file() and path.stat().st_size > 1 << 16:
-            content = bytearray(path.read_bytes())
-            content[8192 + 2048 :: 4096] = bytes(
-                byte ^ 0x40 for byte in content[8192 + 2048 :: 4096]
-            )
-            path.write_bytes(content)
-
-
 def test_a_stall_costs_no_more_than_the_deadline(model: Any, open_depot: OpenDepot) -> None:
     ids = tokens(PROMPT)
     answer = learn(model, open_depot(), ids)
@@ -215,15 +173,6 @@ def test_a_block_that_is_removed_between_lookup_and_fetch(
         monkeypatch.setattr(memory, "lease", lease_late)
         assert torch.equal(depot_model.generate(ids, **GREEDY), answer)
         assert depot_model.last.rows[0].computed_tokens >= 3
-
-
-def test_no_lease_is_left(model: Any, memory: Store) -> None:
-    batch = padded([tokens(90), tokens(70, seed=2)])
-    with attach(model, memory, block_tokens=BLOCK) as depot_model:
-        for _ in range(3):
-            depot_model.generate(**batch, **GREEDY, pad_token_id=0)
-            depot_model.flush()
-        assert memory.stats()["leased"] == 0
 
 
 def test_two_threads_share_a_model(model: Any, memory: Store) -> None:

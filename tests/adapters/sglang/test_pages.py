@@ -163,26 +163,19 @@ class TestAudit:
         made.audit(AuditConfig(share=1, under_load=True), "SGLang 1")
         return made
 
-    def indices(self, count: int) -> Any:
-        return torch.arange(count * PAGE)
-
-    def test_an_audited_hit_is_a_page_short_and_is_compared(
+    def test_an_audited_hit_is_a_page_short_and_other_numbers_end_all_hits(
         self, store: kvdepot.Depot, pages: HostPages
     ) -> None:
-        keys = pages.keys(HASHES[:4], None, chained=False)
-        assert all(pages.store(keys, self.indices(4)))
+        keys, at = pages.keys(HASHES[:4], None, chained=False), torch.arange(4 * PAGE)
+        assert all(pages.store(keys, at))
         assert store.audits.list()["compared"] == 0
         assert pages.served_pages(keys) == 3
-        assert all(pages.store(keys, self.indices(4)))
+        assert all(pages.store(keys, at))
         known = store.audits.list()
         assert (known["compared"], known["mismatched"]) == (1, 0)
-
-    def test_other_numbers_end_all_hits(self, store: kvdepot.Depot, pages: HostPages) -> None:
-        keys = pages.keys(HASHES[:4], None, chained=False)
-        pages.store(keys, self.indices(4))
-        pages.served_pages(keys)
+        assert pages.served_pages(keys) == 3
         pages._pool.buffer = LayerFirstPool(2).buffer
-        pages.store(keys, self.indices(4))
+        pages.store(keys, at)
         (found,) = store.audits.list()["quarantined"]
         assert found["made_by"] == found["found_by"] == "SGLang 1"
         assert len(store.match(keys)) == 0

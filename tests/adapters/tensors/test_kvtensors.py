@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvdepot.adapters.tensors import HostMover, KVTensors, Pieces
+from kvdepot.adapters.tensors import KVTensors
 from kvdepot.adapters.tensors.kvtensors import Layer
 from kvdepot.errors import BadBufferError, ConfigError
 
@@ -29,20 +29,6 @@ def contiguous(tokens: int = 12, batch: int = 3) -> list[Layer]:
     keys = torch.arange(batch * HEADS * tokens * DIM, dtype=torch.float32)
     keys = keys.reshape(batch, HEADS, tokens, DIM)
     return [(keys, keys + 1e5), (keys + 2e5, keys + 3e5)]
-
-
-def gathered(pieces: Pieces) -> torch.Tensor:
-    payload = bytearray(pieces.nbytes)
-    HostMover().offload([pieces], [payload])
-    return torch.frombuffer(payload, dtype=torch.float32)
-
-
-def test_blocks_of_pages() -> None:
-    tensors = KVTensors(paged(), "page token head dim")
-    assert (tensors.layer_count, tensors.page_tokens) == (2, PAGE)
-    for ids in ([1], [1, 2], [4], [3, 2]):
-        expected = torch.cat([layer[ids].reshape(-1) for layer in paged()])
-        assert torch.equal(gathered(tensors.pages(ids)), expected)
 
 
 def test_long_runs_are_divided() -> None:

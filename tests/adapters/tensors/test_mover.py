@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import sys
 
 import pytest
@@ -24,27 +23,6 @@ def cache(seed: int) -> list[torch.Tensor]:
 
 def block(layers: list[torch.Tensor], ids: list[int]) -> Pieces:
     return KVTensors(layers, "page token dim").pages(ids)
-
-
-def test_a_round_trip_of_blocks(seed: int) -> None:
-    source, target = cache(seed), [torch.zeros_like(layer) for layer in cache(seed)]
-    ids = [[0, 5], [3, 1]]
-    blocks = [block(source, some) for some in ids]
-    size = blocks[0].nbytes
-    with mmap.mmap(-1, 2 * size) as memory, memoryview(memory) as whole:
-        views = [whole[:size], whole[size:]]
-        with open_mover(lambda: [whole], "cpu") as mover:
-            mover.offload(blocks, views).wait()
-            readable = [view.toreadonly() for view in views]
-            arrivals = mover.onboard(readable, [block(target, some) for some in ids])
-            arrivals.wait_layer(LAYERS - 1)
-            arrivals.synchronize()
-        for view in (*views, *readable):
-            view.release()
-    for left, right in zip(source, target, strict=True):
-        for page in range(PAGES):
-            filled = page in (0, 5, 3, 1)
-            assert torch.equal(right[page], left[page] if filled else torch.zeros_like(left[page]))
 
 
 def test_nothing_is_copied_when_one_of_the_payloads_does_not_fit(seed: int) -> None:

@@ -266,13 +266,6 @@ def test_a_producer_saves_and_a_consumer_loads(toys: Toys) -> None:
     assert store.stats()["counters"]["put_stored"] == before
 
 
-def test_a_disk_that_always_fails_ends_in_a_recompute(toys: Toys) -> None:
-    files = FaultyFiles()
-    again = toys.restarted(files)
-    files.add(Fault(Call.RUN_READ, Fail(errno.EIO), times=None))
-    assert ask(again, "warm", PROMPT) == ALL
-
-
 def test_blocks_of_a_slow_disk_that_were_recomputed_are_in_memory(toys: Toys) -> None:
     """Else they would be recomputed for ever."""
     toys.saved().close()

@@ -10,7 +10,8 @@ pytest.importorskip("zmq")
 if importlib.util.find_spec("dynamo") is None:
     pytest.skip("ai-dynamo-runtime is not installed", allow_module_level=True)
 
-from tests.support.routers import DynamoIndexer, free_port, told_by
+from tests.support.routers import DynamoIndexer, told_by
+from tests.support.s3_servers import free_ports
 from tests.support.small_store import BLOCK, LAYOUT, TOKENS, settings
 from tests.support.waiting import until
 
@@ -32,8 +33,8 @@ class Site:
     def __init__(self, folder: Path, indexer: DynamoIndexer, rng: random.Random) -> None:
         self._folder, self._indexer, self._rng = folder, indexer, rng
         self._addresses = [
-            (f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}")
-            for _ in range(DEPOTS)
+            (f"tcp://127.0.0.1:{one}", f"tcp://127.0.0.1:{other}")
+            for one, other in (free_ports(2) for _ in range(DEPOTS))
         ]
         self.stores = [self.open(number) for number in range(DEPOTS)]
         for number, addresses in enumerate(self._addresses):
