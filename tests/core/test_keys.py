@@ -152,19 +152,6 @@ def test_parts_of_a_key() -> None:
     assert len(digest_of(first)) == 16
 
 
-def test_partial_tail_has_no_key() -> None:
-    space = golden_namespace(b"")
-    assert space.keys([]) == space.keys(TOKENS[:3]) == []
-    assert len(space.keys(TOKENS[:4])) == len(space.keys(TOKENS[:7])) == 1
-
-
-def test_chain_continues_from_a_parent() -> None:
-    space = golden_namespace(b"s")
-    whole = space.keys(TOKENS)
-    assert space.keys(TOKENS[4:], parent=whole[0]) == whole[1:]
-    assert space.keys(TOKENS[4:]) != whole[1:]
-
-
 def test_parent_whose_digest_begins_with_zeros_is_not_the_start_of_a_prompt() -> None:
     space = golden_namespace(b"")
     parent = BlockKey(space.tag + bytes(8) + bytes(8) + b"12345678")
@@ -241,15 +228,6 @@ def test_encoding_is_the_documented_one() -> None:
     assert encode(-2) == b"i" + b"\xfe" + b"\xff" * 7
     assert encode("é") == b"s" + b"\x02" + bytes(7) + b"\xc3\xa9"
     assert encode((b"a", ())) == b"t\x02" + bytes(7) + b"b\x01" + bytes(7) + b"a" + b"t" + bytes(8)
-
-
-def test_a_long_prompt_has_the_same_keys_as_a_list_and_as_an_array() -> None:
-    layout = KVLayout.gqa(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16")
-    space = Namespace(model="m", layout=layout)
-    ids = (np.arange(131_072) * 7919) % 128_256
-    keys = space.keys(ids)
-    assert len(set(keys)) == len(keys) == 512
-    assert space.keys(ids.tolist()) == keys
 
 
 def test_a_key_from_an_engines_hash_is_what_it_was_yesterday() -> None:

@@ -21,23 +21,6 @@ def on_disk(catalog: Catalog, one: BlockKey) -> int:
 
 
 class TestCopies:
-    def test_a_copy_is_seen_from_seal_to_drop_and_tells_its_place(self) -> None:
-        catalog = Catalog()
-        row = catalog.ensure(key(1), 100)
-        copies = catalog.memory
-        assert copies.absent(row)
-        copies.reserve(row, 4096)
-        assert not copies.absent(row)
-        assert not copies.ready(row)
-        assert copies.count == 0
-        copies.seal(row)
-        assert copies.ready(row)
-        assert copies.count == 1
-        copies.move(row, 8192)
-        assert copies.drop(row) == 8192
-        assert copies.absent(row)
-        assert copies.count == 0
-
     def test_many_copies_at_once(self) -> None:
         catalog = Catalog()
         rows = [catalog.ensure(key(number), 100) for number in range(20)]
@@ -114,14 +97,6 @@ class TestCopies:
 
 @pytest.mark.parametrize("count", [1, FEW - 1, FEW, 3 * FEW])
 class TestPrefix:
-    def test_rows_of_known_and_unknown_keys(self, count: int) -> None:
-        catalog = Catalog()
-        keys = chain(count)
-        rows = [catalog.ensure(one, 100) for one in keys]
-        assert catalog.rows(keys) == rows
-        unknown = [key(1000 + n) for n in range(count)]
-        assert catalog.rows(unknown) == [NONE] * count
-
     @pytest.mark.parametrize("gap", ["missing", "filling"])
     def test_the_resident_run_ends_at_the_first_block_that_is_not_ready(
         self, count: int, gap: str
@@ -136,33 +111,6 @@ class TestPrefix:
             catalog.memory.reserve(catalog.ensure(keys[-1], 100), 3)
         assert resident(catalog, keys) == rows[:-1]
         assert resident(catalog, keys[-1:] + keys[:-1]) == []
-
-    def test_leases_are_counted_and_protect(self, count: int) -> None:
-        catalog = Catalog()
-        rows = [in_memory(catalog, one) for one in chain(count)]
-        catalog.lease(rows)
-        catalog.lease(rows[:1])
-        assert catalog.leased == count + 1
-        assert [catalog.leases(row) for row in rows] == [2] + [1] * (count - 1)
-        assert catalog.leaves.coldest(4096) == NONE
-        assert catalog.unlease(rows) == []
-        assert catalog.leased == 1
-        assert catalog.leaves.coldest(4096) == (rows[-1] if count > 1 else NONE)
-        assert catalog.unlease(rows[:1]) == []
-        assert catalog.leaves.coldest(4096) == rows[-1]
-
-    def test_blocks_removed_while_leased_are_handed_over_at_the_last_release(
-        self, count: int
-    ) -> None:
-        catalog = Catalog()
-        keys = chain(count)
-        rows = [in_memory(catalog, one) for one in keys]
-        catalog.lease(rows)
-        catalog.lease(rows)
-        assert [catalog.mark_deleted(row) for row in rows] == [False] * count
-        assert catalog.rows(keys) == [NONE] * count
-        assert catalog.unlease(rows) == []
-        assert catalog.unlease(rows) == rows
 
     def test_recovered_blocks_are_ready_on_disk_and_younger_ones_are_warmer(
         self, count: int
@@ -186,50 +134,12 @@ class TestPrefix:
 
 
 class TestRemoval:
-    def test_a_removed_key_can_be_put_again_beside_its_leased_ghost(self) -> None:
-        catalog = Catalog()
-        ghost = in_memory(catalog, key(1))
-        child = in_memory(catalog, key(2, 1))
-        catalog.lease([ghost])
-        assert not catalog.mark_deleted(ghost)
-        assert catalog.is_deleted(ghost)
-        assert not catalog.is_live(ghost)
-        heir = in_memory(catalog, key(1))
-        assert heir != ghost
-        assert catalog.row(key(1)) == heir
-        assert catalog.tree.parent[child] == heir
-        assert catalog.leaves.coldest(4096) == child
-        assert catalog.unlease([ghost]) == [ghost]
-        catalog.leaves.leave(ghost)
-        catalog.memory.drop(ghost)
-        catalog.forget_if_gone(ghost)
-        assert catalog.row(key(1)) == heir
-        assert catalog.table.live == 2
-
     def test_removing_twice_is_removing_once(self) -> None:
         catalog = Catalog()
         row = in_memory(catalog, key(1))
         assert catalog.mark_deleted(row)
         assert catalog.mark_deleted(row)
         assert catalog.row(key(1)) == NONE
-
-    def test_a_row_stays_while_anybody_needs_it(self) -> None:
-        catalog = Catalog()
-        row = on_disk(catalog, key(1))
-        catalog.forget_if_gone(row)
-        assert catalog.row(key(1)) == row, "there is a copy"
-        catalog.lease([row])
-        catalog.files[0].drop(row)
-        catalog.forget_if_gone(row)
-        assert catalog.row(key(1)) == row, "it is leased"
-        assert catalog.unlease([row]) == [row]
-        catalog.leaves.hold(row)
-        catalog.forget_if_gone(row)
-        assert catalog.row(key(1)) == row, "it is held"
-        catalog.leaves.release(row)
-        catalog.forget_if_gone(row)
-        assert catalog.row(key(1)) == NONE
-        assert catalog.table.live == 0
 
 
 def test_a_drive_that_comes_back_does_not_let_heads_go_before_tails() -> None:

@@ -44,15 +44,6 @@ class TestSlots:
         lost = CAPACITY - arena.used_bytes
         assert lost < size or lost <= CAPACITY * 0.05
 
-    def test_a_slab_without_users_gives_its_memory_to_another_class(self, arena: Arena) -> None:
-        slots = fill(arena, PAGE)
-        assert arena.allocate(CHUNK, 0) is None
-        for slot in slots:
-            arena.free(slot)
-        assert arena.used_bytes == 0
-        assert arena.slabs() == []
-        assert len(fill(arena, 3 << 20)) == 2
-
     def test_the_image_of_a_slot_is_its_memory_and_no_more(self, arena: Arena) -> None:
         first, second = arena.allocate(PAGE, 1), arena.allocate(PAGE, 2)
         assert first is not None and second is not None
@@ -66,10 +57,6 @@ class TestSlots:
     def test_what_is_larger_than_the_arena_never_fits(self, arena: Arena, nbytes: int) -> None:
         assert arena.chunks_for(nbytes) == 0
         assert arena.allocate(nbytes, 1) is None
-
-    def test_a_block_as_large_as_the_arena_fits(self, arena: Arena) -> None:
-        assert arena.allocate(CAPACITY, 1) == 0
-        assert arena.allocate(1, 2) is None
 
     def test_an_arena_below_one_chunk_holds_nothing(self) -> None:
         tiny = Arena(CHUNK - 1, "never")

@@ -6,7 +6,6 @@ from math import inf, isfinite
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.core.first_token import Reason
 from kvdepot.policy.fetching.fetch_or_recompute import (
     EXPLORE_BYTES,
     Decision,
@@ -164,94 +163,6 @@ def test_splitting_never_makes_it_slower(given_facts: Facts) -> None:
     whole = choose((match, prefill, tiers, queue, engine))
     split = choose((match, prefill, tiers, queue, replace(engine, splits=True)))
     assert split.predicted_s <= whole.predicted_s
-
-
-@given(facts)
-def test_the_same_facts_give_the_same_decision(given_facts: Facts) -> None:
-    assert choose(given_facts) == choose(given_facts)
-
-
-@given(facts, st.sampled_from([0.5, 4.0, 1024.0]))
-def test_only_proportions_matter(given_facts: Facts, scale: float) -> None:
-    """A clock that runs faster by a power of two changes the times and nothing else."""
-    match, prefill, tiers, queue, engine = given_facts
-    scaled = PrefillPace(prefill.step_s * scale, prefill.token_s * scale, prefill.pair_s * scale)
-    slower = {
-        tier: replace(pace, wait_s=pace.wait_s * scale, byte_s=pace.byte_s * scale)
-        for tier, pace in tiers.items()
-    }
-    before = choose(given_facts)
-    after = choose((match, scaled, slower, queue, engine))
-    assert after.by_run == before.by_run
-    assert after.predicted_s == before.predicted_s * scale
-
-
-def fetches_at_least(more: Decision, less: Decision, facts_of_more: Facts) -> bool:
-    """More blocks, or as good as: two cuts can take the same time to the last digit."""
-    if more.cut_blocks >= less.cut_blocks:
-        return True
-    other = first_token_s(facts_of_more, less.cut_blocks)
-    return other >= more.predicted_s / CLOSE and other <= more.predicted_s * CLOSE
-
-
-@given(facts, st.floats(0.01, 1.0))
-def test_when_all_tiers_are_faster_no_less_is_fetched(given_facts: Facts, share: float) -> None:
-    match, prefill, tiers, queue, engine = given_facts
-    faster = {
-        tier: replace(pace, wait_s=pace.wait_s * share, byte_s=pace.byte_s * share)
-        for tier, pace in tiers.items()
-    }
-    after = (match, prefill, faster, queue, engine)
-    assert fetches_at_least(choose(after), choose(given_facts), after)
-
-
-@given(
-    st.tuples(matches(("ssd",)), prefills, every_tier, queues, engines),
-    st.floats(0.01, 1.0),
-    st.booleans(),
-)
-def test_of_one_tier_less_latency_or_more_bandwidth_is_enough(
-    given_facts: Facts, share: float, latency: bool
-) -> None:
-    match, prefill, tiers, queue, engine = given_facts
-    pace = tiers["ssd"]
-    better = replace(
-        pace,
-        wait_s=pace.wait_s * (share if latency else 1.0),
-        byte_s=pace.byte_s * (1.0 if latency else share),
-    )
-    after = (match, prefill, {**tiers, "ssd": better}, queue, engine)
-    assert fetches_at_least(choose(after), choose(given_facts), after)
-
-
-@given(facts, st.floats(1.0, 100.0))
-def test_a_slower_prefill_fetches_no_less(given_facts: Facts, slower: float) -> None:
-    match, prefill, tiers, queue, engine = given_facts
-    pace = PrefillPace(prefill.step_s * slower, prefill.token_s * slower, prefill.pair_s * slower)
-    after = (match, pace, tiers, queue, engine)
-    assert fetches_at_least(choose(after), choose(given_facts), after)
-
-
-@given(facts, st.sampled_from(TIERS))
-def test_a_faster_tier_never_costs_time(given_facts: Facts, name: str) -> None:
-    match, prefill, tiers, queue, engine = given_facts
-    faster = {**tiers, name: replace(tiers[name], byte_s=tiers[name].byte_s / 3)}
-    after = choose((match, prefill, faster, queue, engine))
-    assert after.predicted_s <= choose(given_facts).predicted_s * CLOSE
-
-
-@given(prefills, queues, engines, every_tier, st.integers(1, 5000))
-def test_nothing_matched_is_nothing_fetched(
-    prefill: PrefillPace,
-    queue: EngineQueue,
-    engine: EngineFeatures,
-    tiers: dict[str, TierPace],
-    tokens: int,
-) -> None:
-    decision = decide(PromptLengths(tokens, 128), [], prefill, tiers, queue, engine)
-    assert decision.reason is Reason.NOTHING_MATCHED
-    assert decision.fetched_blocks == 0
-    assert decision.predicted_s == decision.recompute_s
 
 
 @given(facts, st.sets(st.sampled_from(TIERS)))

@@ -66,14 +66,6 @@ class TestOneTier:
         assert decision.predicted_s == decision.recompute_s == pytest.approx(10.1)
         assert decision.fetch_all_s == pytest.approx(20.1)
 
-    def test_what_is_outstanding_counts(self) -> None:
-        assert choose(runs(("ssd", 10)), {"ssd": tier(0.1, wait_s=20.0)}).fetched_blocks == 0
-
-    def test_a_short_prefix_does_not_pay_a_long_latency(self) -> None:
-        far = {"object": tier(0.1, wait_s=3.0)}
-        assert choose(runs(("object", 3)), far).fetched_blocks == 0
-        assert choose(runs(("object", 10)), far).fetched_blocks == 10
-
     def test_nothing_matched_is_nothing_fetched(self) -> None:
         decision = choose([], {"ssd": tier(0.1)})
         assert decision.reason is Reason.NOTHING_MATCHED
@@ -92,14 +84,6 @@ class TestOneTier:
         assert choose(runs(("ssd", 1)), {"ssd": tier(0.6)}, prompt=local).fetched_blocks == 0
         assert choose(runs(("ssd", 1)), {"ssd": tier(0.4)}, prompt=local).fetched_blocks == 1
 
-    def test_attention_makes_a_long_prefix_worth_more(self) -> None:
-        quadratic = PrefillPace(0.0, 0.005, 1e-5)
-        short = PromptLengths(tokens=410, block_tokens=100)
-        tiers = {"hdd": tier(0.8)}
-        few = choose(runs(("hdd", 4)), tiers, pace=quadratic, prompt=short)
-        many = choose(runs(("hdd", 10)), tiers, pace=quadratic)
-        assert (few.fetched_blocks, many.fetched_blocks) == (0, 10)
-
 
 class TestSeveralTiers:
     TIERS: Mapping[str, TierPace] = {"dram": tier(0.01), "hdd": tier(1.5)}
@@ -113,36 +97,14 @@ class TestSeveralTiers:
         assert choose(runs(("hdd", 2), ("dram", 8)), self.TIERS).by_run == (2, 8)
         assert choose(runs(("hdd", 8), ("dram", 2)), self.TIERS).by_run == (0, 0)
 
-    def test_tiers_work_side_by_side(self) -> None:
-        decision = choose(runs(("a", 5), ("b", 5)), {"a": tier(0.4), "b": tier(0.4)})
-        assert decision.fetch_s == pytest.approx(2.0)
-
-    def test_runs_of_one_tier_wait_for_each_other(self) -> None:
-        decision = choose(runs(("a", 3), ("b", 4), ("a", 3)), {"a": tier(0.4), "b": tier(0.1)})
-        assert decision.fetch_s == pytest.approx(2.4)
-
 
 class TestQueue:
-    def test_a_fetch_behind_a_queue_is_free(self) -> None:
-        """Fetching 10 blocks takes 20 s, recomputing them 10; but 30 s of prefill come before."""
-        decision = choose(
-            runs(("hdd", 10)), {"hdd": tier(2.0)}, queue=EngineQueue(ahead_tokens=3000)
-        )
-        assert decision.fetched_blocks == 10
-        assert decision.predicted_s == pytest.approx(30.1)
-
     def test_as_much_is_fetched_as_the_queue_hides(self) -> None:
         decision = choose(
             runs(("hdd", 10)), {"hdd": tier(2.0)}, queue=EngineQueue(ahead_tokens=800)
         )
         assert decision.by_run == (4,)
         assert decision.predicted_s == pytest.approx(8.0 + 6.1)
-
-    def test_not_if_the_engine_waits_for_loads(self) -> None:
-        engine = EngineFeatures(chunk_tokens=100_000, loads_while_queued=False)
-        queue = EngineQueue(ahead_tokens=800)
-        decision = choose(runs(("hdd", 10)), {"hdd": tier(2.0)}, queue=queue, engine=engine)
-        assert decision.fetched_blocks == 0
 
     def test_decoding_requests_make_recompute_dearer(self) -> None:
         """In every step of fifty tokens forty go to others: a block takes ten steps, not two."""
@@ -160,11 +122,6 @@ class TestOverlap:
         assert decision.fetched_blocks == 5
         assert decision.predicted_s == pytest.approx(6.0 + 0.51)
         assert choose(runs(("ssd", 5)), {"ssd": tier(1.2)}).fetched_blocks == 0
-
-    def test_only_the_first_step_overlaps(self) -> None:
-        engine = EngineFeatures(chunk_tokens=100, layer_steps=10)
-        decision = choose(runs(("ssd", 5)), {"ssd": tier(0.9)}, engine=engine)
-        assert decision.predicted_s == pytest.approx(4.5 + 5.1 - 0.9)
 
 
 class TestSplit:
