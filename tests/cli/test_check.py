@@ -50,9 +50,6 @@ def damage(path: Path, slots: int = 1) -> None:
 def test_a_sound_store(store: Path, capsys: Seen) -> None:
     assert main(["check", str(store)]) == 0
     assert f"{store}: ok, {BLOCKS - 2} intact blocks" in capsys.readouterr().out
-
-
-def test_json_of_a_sound_store(store: Path, capsys: Seen) -> None:
     assert main(["check", "--json", str(store)]) == 0
     seen = json.loads(capsys.readouterr().out)
     assert (seen["ok"], seen["blocks"], seen["findings"]) == (True, BLOCKS - 2, [])
@@ -145,23 +142,20 @@ def test_inspect(store: Path, capsys: Seen) -> None:
     for text in ("format 2", "some/model", "acme", "fp8_e4m3", "sealed", "open", "tombstones  2"):
         assert text in seen
     assert SECRET.decode() not in seen
-
-
-def test_json_of_inspect(store: Path, capsys: Seen) -> None:
     assert main(["inspect", "--json", str(store)]) == 0
     text = capsys.readouterr().out
     assert SECRET.decode() not in text and SECRET.hex() not in text
-    seen = json.loads(text)
-    assert (seen["format"], seen["segment_bytes"], seen["blocks"]) == (2, 65536, BLOCKS - 2)
-    assert (seen["tombstones"], seen["damage"]) == (2, [])
-    (space,) = seen["namespaces"]
+    found = json.loads(text)
+    assert (found["format"], found["segment_bytes"], found["blocks"]) == (2, 65536, BLOCKS - 2)
+    assert (found["tombstones"], found["damage"]) == (2, [])
+    (space,) = found["namespaces"]
     assert (space["blocks"], space["nbytes"]) == (BLOCKS - 2, (BLOCKS - 2) * BLOCK_BYTES)
     assert (space["model"], space["tenant"], space["block_tokens"]) == ("some/model", "acme", 16)
-    assert sum(segment["live_blocks"] for segment in seen["segments"]) == BLOCKS - 2
+    assert sum(segment["live_blocks"] for segment in found["segments"]) == BLOCKS - 2
     # A space and a removal are records, too, and removed blocks still are.
-    assert sum(segment["records"] for segment in seen["segments"]) == BLOCKS
-    assert 0 < seen["oldest_stamp"] <= seen["newest_stamp"]
-    assert [s["sealed"] for s in seen["segments"]].count(False) == 1
+    assert sum(segment["records"] for segment in found["segments"]) == BLOCKS
+    assert 0 < found["oldest_stamp"] <= found["newest_stamp"]
+    assert [s["sealed"] for s in found["segments"]].count(False) == 1
 
 
 def test_inspect_tells_of_damage(store: Path, capsys: Seen) -> None:

@@ -92,20 +92,6 @@ def test_bytes_per_token(name: str, config: Fields, bytes_per_token: int) -> Non
     assert model_layout(config).bytes_per_token == bytes_per_token
 
 
-def test_the_figures_people_quote() -> None:
-    quoted = {
-        131_072: LLAMA_8B,
-        327_680: attention("llama", 80, 64, 8, 8192),
-        516_096: attention("llama", 126, 128, 8, 16384),
-        57_344: attention("qwen2", 28, 28, 4, 3584),
-        147_456: attention("qwen3", 36, 32, 8, 4096, head_dim=128),
-        70_272: DEEPSEEK_V3,
-        23_040: attention("llama", 30, 9, 3, 576),
-    }
-    for figure, config in quoted.items():
-        assert model_layout(config).bytes_per_token == figure
-
-
 def test_a_plain_model_is_one_group() -> None:
     assert model_layout(LLAMA_8B).groups == (
         KVLayout.gqa(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16"),

@@ -27,7 +27,6 @@ from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
 from kvdepot.testing.images import payload_for
 
 
-@pytest.mark.usefixtures("embedded_or_attached")
 class TestPutAndGet:
     @pytest.mark.parametrize("offset", [1, 7, 4095])
     def test_buffers_need_no_alignment(self, tmp_path: Path, offset: int) -> None:
@@ -57,7 +56,6 @@ class TestPutAndGet:
             assert "ssd" not in store.stats()["tiers"]
 
 
-@pytest.mark.usefixtures("embedded_or_attached")
 class TestLayers:
     """Five layers of 30,001 bytes: three of them share a checksum, none ends on a page."""
 
@@ -104,7 +102,6 @@ class TestLayers:
                 assert part == whole[30001 : 3 * 30001]
 
 
-@pytest.mark.usefixtures("embedded_or_attached")
 class TestEviction:
     def test_leased_blocks_survive_on_disk_while_it_is_overwritten_twice(
         self, tmp_path: Path

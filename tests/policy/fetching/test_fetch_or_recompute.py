@@ -152,43 +152,38 @@ class TestSplit:
         assert choose(runs(("ssd", 10)), {"ssd": tier(0.99)}).hole_blocks == 0
 
 
-class TestDeadline:
-    def test_a_sure_fetch_is_given_up_soon(self) -> None:
-        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.3, spread=0.01)})
-        assert decision.deadline_s == pytest.approx(4.5)
-
-    def test_not_before_a_quarter_of_the_recompute(self) -> None:
-        """A tier that was expected far too fast is still waited for: giving up costs more."""
-        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.001, spread=0.01)})
-        assert decision.deadline_s == pytest.approx(PATIENCE_SHARE * decision.recompute_s)
-
-    def test_an_unsure_one_later(self) -> None:
-        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.1, spread=0.5)})
-        assert decision.deadline_s == pytest.approx(3.0)
-
-    def test_never_later_than_a_recompute_takes(self) -> None:
-        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.9, spread=0.5)})
-        assert decision.deadline_s == pytest.approx(10.1)
-
-    def test_waiting_is_free_while_the_engine_is_busy(self) -> None:
-        decision = choose(
-            runs(("ssd", 10)), {"ssd": tier(0.1)}, queue=EngineQueue(ahead_tokens=700)
-        )
-        assert decision.deadline_s == pytest.approx(7.0)
+@pytest.mark.parametrize(
+    ("block_s", "spread", "queued_tokens", "deadline_s"),
+    [
+        pytest.param(0.3, 0.01, 0, 4.5, id="a sure fetch is given up soon"),
+        pytest.param(0.001, 0.01, 0, PATIENCE_SHARE * 10.1, id="giving up costs more"),
+        pytest.param(0.1, 0.5, 0, 3.0, id="an unsure one later"),
+        pytest.param(0.9, 0.5, 0, 10.1, id="never later than a recompute takes"),
+        pytest.param(0.1, 0.0, 700, 7.0, id="waiting is free while the engine is busy"),
+    ],
+)
+def test_when_a_fetch_is_given_up(
+    block_s: float, spread: float, queued_tokens: int, deadline_s: float
+) -> None:
+    queue, ssd = EngineQueue(ahead_tokens=queued_tokens), tier(block_s, spread=spread)
+    decision = choose(runs(("ssd", 10)), {"ssd": ssd}, queue=queue)
+    assert decision.deadline_s == pytest.approx(deadline_s)
 
 
-class TestWorthWaiting:
-    def test_what_is_nearly_there_is_waited_for(self) -> None:
-        assert worth_waiting_s(6, 1, 0.6, 10.0) == pytest.approx(0.15)
-
-    def test_what_is_far_away_is_not(self) -> None:
-        assert worth_waiting_s(1, 9, 1.0, 8.0) == 0.0
-
-    def test_no_longer_than_its_recompute(self) -> None:
-        assert worth_waiting_s(5, 5, 0.9, 2.0) == pytest.approx(1.0)
-
-    def test_nothing_came_or_nothing_is_late(self) -> None:
-        assert worth_waiting_s(0, 7, 0.1, inf) == worth_waiting_s(7, 0, 0.1, inf) == 0.0
+@pytest.mark.parametrize(
+    ("came", "late", "took_s", "recompute_s", "wait_s"),
+    [
+        pytest.param(6, 1, 0.6, 10.0, 0.15, id="what is nearly there is waited for"),
+        pytest.param(1, 9, 1.0, 8.0, 0.0, id="what is far away is not"),
+        pytest.param(5, 5, 0.9, 2.0, 1.0, id="no longer than its recompute"),
+        pytest.param(0, 7, 0.1, inf, 0.0, id="nothing came"),
+        pytest.param(7, 0, 0.1, inf, 0.0, id="nothing is late"),
+    ],
+)
+def test_how_long_a_late_fetch_is_worth_waiting_for(
+    came: int, late: int, took_s: float, recompute_s: float, wait_s: float
+) -> None:
+    assert worth_waiting_s(came, late, took_s, recompute_s) == pytest.approx(wait_s)
 
 
 class TestUnknown:

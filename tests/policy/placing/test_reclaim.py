@@ -51,28 +51,28 @@ def kept(
     return np.flatnonzero(result).tolist()
 
 
-class TestColdest:
-    def test_the_oldest_goes(self) -> None:
-        assert coldest([full(50), full(10), full(90)]) == 0
+USED = segment([100] * 10, [90] * 10, [9] * 5 + [0] * 5, [50 * CAPACITY] * 5 + [0] * 5)
+"""Half of it was used and moves on, with all that continues it."""
 
-    def test_what_hangs_on_blocks_that_move_on_does_not_count(self) -> None:
-        """Half of the segment was used and moves on, with all that continues it."""
-        used = segment([100] * 10, [90] * 10, [9] * 5 + [0] * 5, [50 * CAPACITY] * 5 + [0] * 5)
-        assert coldest([used, full(50)]) == 0
 
-    def test_much_younger_tails_go_before_old_heads_that_carry_a_lot(self) -> None:
-        """A prompt that outgrows the drive: dropping its head would drop everything."""
-        assert coldest([full(10, below_each=5 * CAPACITY), full(90)]) == 1
-
-    def test_if_all_carry_a_lot_that_which_carries_least(self) -> None:
-        carry = [9 * CAPACITY, 2 * CAPACITY, 5 * CAPACITY]
-        assert coldest([full(10, below_each=each) for each in carry]) == 1
-
-    def test_an_empty_segment_may_be_the_oldest(self) -> None:
-        assert coldest([segment([], [], []), full(2)]) == 0
-
-    def test_one_segment_is_the_coldest_of_one(self) -> None:
-        assert coldest([full(100, 1.0)]) == 0
+@pytest.mark.parametrize(
+    ("segments", "goes"),
+    [
+        pytest.param([full(50), full(10), full(90)], 0, id="the oldest, which is the first"),
+        pytest.param([USED, full(50)], 0, id="what hangs on blocks that move on does not count"),
+        # A prompt that outgrows the drive: dropping its head would drop everything.
+        pytest.param([full(10, below_each=5 * CAPACITY), full(90)], 1, id="tails before heads"),
+        pytest.param(
+            [full(10, below_each=each * CAPACITY) for each in (9, 2, 5)],
+            1,
+            id="that which carries least, if all carry a lot",
+        ),
+        pytest.param([segment([], [], []), full(2)], 0, id="an empty one"),
+        pytest.param([full(100, 1.0)], 0, id="the only one"),
+    ],
+)
+def test_the_coldest_goes(segments: list[SegmentFacts], goes: int) -> None:
+    assert coldest(segments) == goes
 
 
 class TestKeep:
