@@ -3,6 +3,7 @@
 Each test here runs tests/support/rerun_failed.py on a small project of its own.
 """
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -124,59 +125,64 @@ def test_the_seed_of_the_failure_is_used_again(tmp_path: Path) -> None:
     assert ended.status == 0, ended.output
 
 
-RED = {
-    "failed twice": "def test_it():\n    assert False",
-    "a wrong, lost or returned block": "def test_it(first):\n    check_data(not first, 'lost')",
-    "a wrong, lost or returned block: bytes": """
-        def test_it(first):
-            assert b"wrong" * first == b""
-    """,
-    "a wrong, lost or returned block: keys": """
-        def test_it(first):
-            assert {b"key"} <= ({b"other"} if first else {b"key"})
-    """,
-    "a wrong, lost or returned block: child": """
-        def test_it(first):
-            script = "from tests.support.failures import *; check_data(False, 'lost')" * first
-            ended = subprocess.run(["python3", "-c", script], capture_output=True, text=True)
-            assert ended.returncode == 0, ended.stderr
-    """,
-    "a hang": "def test_it(first):\n    if first:\n        raise HangError('it never happened')",
-    "a hang: eventually": """
-        def eventually(true):
-            return true
+NEVER_FORGIVEN = """
+    def eventually(true):
+        return true
 
-        def test_it(first):
-            assert eventually(not first)
-    """,
-    "a crash": """
-        def test_it(first):
-            if first:
-                os.kill(os.getpid(), signal.SIGKILL)
-    """,
-    "a crash or a timeout": """
-        def test_it(first):
-            if first:
-                threading.Event().wait()
-    """,
-    "4 tests failed": """
-        import pytest
+    def test_data(first):
+        check_data(not first, "lost")
 
-        @pytest.mark.parametrize("number", range(4))
-        def test_it(first, number):
-            assert not first
-    """,
-}
+    def test_bytes(first):
+        assert b"wrong" * first == b""
+
+    def test_keys(first):
+        assert {b"key"} <= ({b"other"} if first else {b"key"})
+
+    def test_child(first):
+        script = "from tests.support.failures import *; check_data(False, 'lost')" * first
+        ended = subprocess.run(["python3", "-c", script], capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+
+    def test_hang(first):
+        if first:
+            raise HangError("it never happened")
+
+    def test_eventually(first):
+        assert eventually(not first)
+
+    def test_crash(first):
+        if first:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def test_timeout(first):
+        if first:
+            threading.Event().wait()
+"""
 
 
-@pytest.mark.parametrize("reason", RED)
-def test_what_is_never_forgiven(reason: str, tmp_path: Path) -> None:
-    limits = ["--timeout=2"] if "timeout" in reason else []
-    options = ["-n", "2", "--timeout-method=thread", *limits]
-    ended = run_in_ci(tmp_path, RED[reason], *options)
+def test_what_is_never_forgiven(tmp_path: Path) -> None:
+    ended = run_in_ci(tmp_path, NEVER_FORGIVEN, "-n", "2", "--timeout=2", "--timeout-method=thread")
     assert ended.status == 1, ended.output
-    refusal = next(line for line in ended.output.splitlines() if line.startswith("not forgiven"))
-    assert reason.partition(":")[0] in refusal
+    refused = re.findall(r"^not forgiven: test_some.py::test_(\w+): (.*)$", ended.output, re.M)
+    block, process = "a wrong, lost or returned block", "a crash or a timeout of the test's process"
+    assert dict(refused) == {
+        **dict.fromkeys(("data", "bytes", "keys", "child"), block),
+        **dict.fromkeys(("hang", "eventually"), "a hang"),
+        **dict.fromkeys(("crash", "timeout"), process),
+    }
+    assert "not forgiven: 8 tests failed, more than 3" in ended.output
+    assert ended.listed == []
+
+
+@pytest.mark.parametrize(
+    ("line", "refusal"),
+    [("check_data(not first, 'lost')", "a wrong, lost or returned block"), ("assert 0", "twice")],
+)
+def test_one_that_is_not_forgiven_is_enough(line: str, refusal: str, tmp_path: Path) -> None:
+    ended = run_in_ci(tmp_path, f"def test_it(first):\n    {line}")
+    assert ended.status == 1, ended.output
+    (said,) = (line for line in ended.output.splitlines() if line.startswith("not forgiven"))
+    assert refusal in said
     assert ended.listed == []
 
 

@@ -37,6 +37,19 @@ def test_a_row_tells_its_own_name_and_its_parents() -> None:
     assert table.find_name(5, 222) == child
 
 
+def test_a_freed_row_is_used_again_and_starts_with_the_fill_values() -> None:
+    table = KeyTable()
+    column = table.column(np.int32, -7)
+    row = table.add(key(1, 0, 1))
+    column[row] = 99
+    table.hide(row)
+    table.free(row)
+    again = table.add(key(1, 0, 2))
+    assert again == row
+    assert column[again] == -7
+    assert table.live == 1
+
+
 def test_many_at_once_equals_one_by_one() -> None:
     one_by_one, at_once = KeyTable(), KeyTable()
     keys = [key(n % 3, n, (n + 1) << 40 | n % 500, n) for n in range(2500)]

@@ -64,11 +64,13 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_example_is_short_and_typed(package: Path) -> None:
     assert len((package / "kvdepot_folder.py").read_text().splitlines()) <= LINES_MAX
     run(package, "-m", "mypy", "--strict", "kvdepot_folder.py", "test_folder.py")
 
 
+@pytest.mark.slow
 def test_the_volume_passes_the_contract(package: Path) -> None:
     assert " passed" in run(
         package, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_folder.py"
