@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import torch
 from tests.support.tiny_transformers import build, gpt2, llama, tokens, transformers
 
-from kvdepot.adapters.hf import attach
+from kvdepot.adapters.hf import attach, identity
 from kvdepot.adapters.hf.identity import weights_digest
 from kvdepot.errors import ModelError
 from kvdepot.store.store import Store
@@ -224,16 +224,38 @@ def test_kv_computed_while_weights_changed_is_not_saved(memory: Store) -> None:
         assert fetched(depot_model, answer) == 80, "the prompt alone, computed before the change"
 
 
-def test_a_change_that_no_sign_shows_is_found_when_asked_to(memory: Store) -> None:
+def test_one_number_written_behind_torchs_back_makes_it_another_model(memory: Store) -> None:
+    """As an embedding of one token, which torch does not count and no sample meets."""
     model = build(llama())
-    weight = model.model.embed_tokens.weight.data.view(-1)
+    row = model.model.embed_tokens.weight.data[int(IDS[0, 6])]
     with attach(model, memory, block_tokens=BLOCK) as depot_model:
-        before, number = depot_model.fingerprint, float(weight[16])
-        weight[16] = number + 0.5  # behind the first numbers that signs look at
-        assert depot_model._parts.binding.still_holds(model)
-        assert depot_model.refresh_identity() != before
-        weight[16] = number
-        assert depot_model.refresh_identity() == before
+        fetched(depot_model)
+        assert fetched(depot_model) == 80
+        number = float(row[20])
+        row[20] = number + 4.0
+        assert fetched(depot_model) == 0
+        row[20] = number
+        assert fetched(depot_model) == 80
+
+
+@pytest.mark.parametrize("words", [1, 1023, 1024, 70_000])
+def test_on_a_gpu_every_word_and_its_place_are_in_the_sums(words: int) -> None:
+    weight = torch.arange(words * 8 + 3, dtype=torch.int64).mul_(2654435761).view(torch.uint8)
+    weight = weight[: words * 8 + 3].clone()
+    view, before = weight[: words * 8].view(torch.int64), identity._sums(weight)
+    for here, there in ((0, words - 1), (0, 1), (3, 1027), (5, 60_001)):
+        if there >= words:
+            continue
+        weight[here * 8 + 3] ^= 64
+        assert not torch.equal(identity._sums(weight), before)
+        weight[here * 8 + 3] ^= 64
+        if here != there:
+            first, second = int(view[here]), int(view[there])
+            assert first != second
+            view[here], view[there] = second, first
+            assert not torch.equal(identity._sums(weight), before)
+            view[here], view[there] = first, second
+    assert torch.equal(identity._sums(weight), before)
 
 
 def test_a_cast_is_noticed(memory: Store) -> None:

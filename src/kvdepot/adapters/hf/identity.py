@@ -1,8 +1,8 @@
-"""The identity of a model, which names its KV, and cheap signs that the model has changed.
+"""The identity of a model, which names its KV, and signs that the model has changed.
 
-Signs are taken at every call and before every save. torch counts most writes to a weight, but not
-those through `.data` and numpy, nor those of its fused optimizers. So signs also contain a sample
-of each weight's content. A write that is not counted and misses the sample is not noticed.
+Signs are taken at every call and before every save. They contain a checksum of every byte of every
+weight, because torch does not count writes through `.data` and numpy, nor those of its fused
+optimizers. On a CPU this takes less time than the model's next token, which reads the same bytes.
 
 The identity covers the config and all weights with adapters. It does not cover the attention
 implementation (eager, sdpa, flash), which changes rounding but not the meaning of KV: KV computed
@@ -12,14 +12,17 @@ with one is used with another.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from kvdepot.core.keys import encode
 from kvdepot.core.namespace import fingerprint
 from kvdepot.errors import ModelError
+from kvdepot.native import chunk_checksums
 
 _WHOLE_BYTES: Final = 4096
 """Tensors up to this size enter the digest unreduced."""
@@ -44,9 +47,6 @@ _NOT_KV: Final = frozenset(
     }
 )
 """Fields of the config that do not change K and V, or that the weights show better."""
-_PLACES: Final = 16
-_RUN: Final = 16
-"""The sample of a weight: 16 places with 16 numbers each, about one cache line."""
 _ADAPTER_FIELDS: Final = (
     "active_adapter",
     "active_adapters",
@@ -54,9 +54,12 @@ _ADAPTER_FIELDS: Final = (
     "merged_adapters",
     "scaling",
 )
-Signs = tuple[int, str]
-"""A hash of where the weights are, how often they were written, and of the sample; and the adapters
-that are active."""
+_CHUNK_BYTES: Final = 1 << 20
+_COLUMNS: Final = 1024
+_THREADS_MAX: Final = 8
+"""More threads read memory no faster."""
+Signs = tuple[str, str]
+"""A digest of the weights' types, shapes and bytes, and the adapters that are active."""
 
 
 def model_fingerprint(model: PreTrainedModel, revision: str | None) -> str:
@@ -122,8 +125,7 @@ def tuner_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def signs_of(model: PreTrainedModel, tuners: Sequence[torch.nn.Module]) -> Signs:
-    """The signs of a model, cheap enough for every call. Equal signs mean equal KV, except for the
-    writes named above."""
+    """The signs of a model. Equal signs mean equal weights, in the same process."""
     # Parameters, and buffers that are saved with them. Other buffers, such as rotary frequencies,
     # follow from the config, and some models replace them from call to call.
     weights: list[torch.Tensor] = [*model.parameters()]
@@ -131,26 +133,42 @@ def signs_of(model: PreTrainedModel, tuners: Sequence[torch.nn.Module]) -> Signs
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 weights.append(buffer)
-    # Weights that were created in inference mode have no count of writes.
-    places = tuple(
-        (weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version)
-        for weight in weights
-    )
+    with ThreadPoolExecutor(min(torch.get_num_threads(), _THREADS_MAX)) as threads:
+        contents = list(threads.map(_checksum, weights))
+    digest = hashlib.blake2b(digest_size=32)
+    for weight in weights:
+        digest.update(encode((str(weight.dtype), tuple(weight.shape), str(weight.device))))
+    for device in sorted({str(content.device) for content in contents}):
+        there = [content for content in contents if str(content.device) == device]
+        digest.update(torch.cat(there).cpu().numpy().tobytes())
+    return digest.hexdigest(), _adapter_state(tuners)
+
+
+@torch.no_grad()
+def _checksum(weight: torch.Tensor) -> torch.Tensor:
+    """A checksum of every byte, on the weight's device. For a type that cannot be read as bytes:
+    where the weight is, and torch's count of writes, which not every write increments."""
     try:
-        samples = [_sample(weight.detach()) for weight in weights if weight.numel()]
-        content = torch.cat(samples).cpu().numpy().tobytes() if samples else b""
+        raw = weight.detach().reshape(-1).view(torch.uint8)
     except (NotImplementedError, RuntimeError):
-        content = b""  # a type that cannot be read as bytes
-    return hash((places, content)), _adapter_state(tuners)
+        writes = 0 if weight.is_inference() else weight._version
+        return torch.tensor([weight.data_ptr(), writes], dtype=torch.int64).view(torch.uint8)
+    if raw.device.type != "cpu":
+        return _sums(raw)
+    sums = np.empty(-(-raw.numel() // _CHUNK_BYTES), np.uint64)
+    if len(sums):
+        chunk_checksums(raw.numpy(), _CHUNK_BYTES, sums)
+    return torch.from_numpy(sums.view(np.uint8))
 
 
-def _sample(weight: torch.Tensor) -> torch.Tensor:
-    flat = weight.reshape(-1)  # a copy only of a weight that is not contiguous
-    count = flat.numel()
-    if count > _PLACES * _RUN:
-        step = (count - _RUN) // (_PLACES - 1)
-        flat = flat.as_strided((_PLACES, _RUN), (step, 1), flat.storage_offset())
-    return flat.contiguous().view(-1).view(torch.uint8)
+def _sums(raw: torch.Tensor) -> torch.Tensor:
+    """The sums of the rows and of the columns of all words, and the rest as it is. A word that
+    changes shows in two sums, and so do words that change places."""
+    raw = raw if raw.storage_offset() % _WORD == 0 else raw.clone()
+    whole = raw.numel() // (_COLUMNS * _WORD) * _COLUMNS * _WORD
+    words = raw[:whole].view(torch.int64).view(-1, _COLUMNS)
+    sums = [words.sum(0), words.sum(1)]
+    return torch.cat([*(each.view(torch.uint8) for each in sums), raw[whole:]])
 
 
 def _adapter_state(tuners: Sequence[torch.nn.Module]) -> str:
