@@ -365,14 +365,13 @@ class Namespaces:
         """The offer of a `put_many` or, without buffers, of a `reserve`. The caller keeps the
         buffers alive.
         """
-        return Offer(self.blocks(keys, buffers), self._tokens(keys, token_ids))
+        tokens = () if token_ids is None else self._tokens(keys, token_ids)
+        return Offer(self.blocks(keys, buffers), tokens)
 
     def _tokens(
-        self, keys: Sequence[BlockKey], token_ids: TokenIds | None
+        self, keys: Sequence[BlockKey], token_ids: TokenIds
     ) -> Sequence[bytes | memoryview]:
-        """Split the token ids by block; empty if the caller gave none."""
-        if token_ids is None:
-            return ()
+        """Split the token ids by block."""
         tokens, at = token_bytes(token_ids), 0
         parts = []
         for key in keys:

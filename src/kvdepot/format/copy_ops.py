@@ -51,6 +51,11 @@ def copy_in(blocks: Array, records: Ints) -> None:
     transfer(ops)
 
 
+def fill_op(source: int, slot: int, payload_bytes: int, chunk_bytes: int) -> tuple[int, ...]:
+    """An operation that copies a payload into the slot at address `slot`, with its checksums."""
+    return (0, source, slot + HEAD_BYTES, payload_bytes, chunk_bytes, slot + TABLE_OFFSET, FILL)
+
+
 def copy_op(slot: int, target: int, start: int, stop: int) -> tuple[int, ...]:
     """An operation that copies a range of the payload of the slot at address `slot`."""
     return (0, slot + HEAD_BYTES + start, target, stop - start, 0, 0, COPY)

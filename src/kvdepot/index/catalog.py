@@ -150,16 +150,9 @@ class Catalog:
         orders = [order, below][: len(memories)]
         self.orders = tuple(LeafOrder(self.table, self.tree, one) for one in orders)
         """The eviction order of each memory tier."""
+        self.memory, self.leaves = self.tiers[0], self.orders[0]
         self.closed = Closed(self.tree)
         self.leased = 0
-
-    @property
-    def memory(self) -> Copies:
-        return self.tiers[0]
-
-    @property
-    def leaves(self) -> LeafOrder:
-        return self.orders[0]
 
     def row(self, key: BlockKey) -> int:
         """The key's row, or NONE."""
@@ -294,9 +287,9 @@ class Catalog:
             self.table.free(row)
 
     def _link(self, row: int) -> None:
-        self.tree.attach(row)
-        for leaves in self.orders:
-            leaves.adopt(row)
+        if self.tree.attach(row):
+            for leaves in self.orders:
+                leaves.adopt(row)
 
     def _unlink(self, row: int) -> None:
         for leaves in self.orders:

@@ -39,7 +39,7 @@ class LeafOrder:
         self._holds = table.column(np.int32, 0)
 
     def adopt(self, row: int) -> None:
-        """Count the children of a new row that are in this tier."""
+        """Count the children of a new row, if it has any, that are in this tier."""
         groups, kids = self._group.view, 0
         for child in self._tree.children(row):
             kids += groups[child] != _OUT

@@ -43,16 +43,20 @@ class LinkedQueues:
         return 0 if base is None else self._occupied[base // self._width]
 
     def to_end(self, row: int, queue: int) -> None:
-        base = self.queue.view[row] // self._width * self._width
-        self.remove(row)
-        self._insert_before(row, NONE, base + queue)
+        now = self.queue.view[row]
+        at = now // self._width * self._width + queue
+        if at != now or self._warm[at] != row:
+            self.remove(row)
+            self._insert_before(row, NONE, at)
 
     def append(self, row: int, group: int, queue: int) -> None:
-        self._insert_before(row, NONE, self._base_of(group) + queue)
+        base = self._base.get(group)
+        self._insert_before(row, NONE, (self._add(group) if base is None else base) + queue)
 
     def place(self, row: int, group: int, queue: int, stamps: ColumnView) -> None:
         """Put a row where its stamp belongs, if that is near an end; else at the warm end."""
-        at = self._base_of(group) + queue
+        base = self._base.get(group)
+        at = (self._add(group) if base is None else base) + queue
         view, warmer = stamps.view, self._warmer.view
         stamp, place = view[row], self._cold[at]
         for _ in range(_STEPS_MAX):
@@ -96,11 +100,10 @@ class LinkedQueues:
             colders[place] = row
         self.queue.view[row] = at
 
-    def _base_of(self, group: int) -> int:
-        base = self._base.get(group)
-        if base is None:
-            base = self._base[group] = len(self._cold)
-            self._cold.extend([NONE] * self._width)
-            self._warm.extend([NONE] * self._width)
-            self._occupied.append(0)
+    def _add(self, group: int) -> int:
+        """Make the queues of a group. Returns the number of the first one."""
+        base = self._base[group] = len(self._cold)
+        self._cold.extend([NONE] * self._width)
+        self._warm.extend([NONE] * self._width)
+        self._occupied.append(0)
         return base

@@ -68,28 +68,30 @@ class PrefixTree:
         siblings: Bools = (first != NONE) & (self._next.array[first] != NONE)
         return first, siblings
 
-    def attach(self, row: int) -> None:
-        """Link a new row to its parent and to the orphans that are its children."""
-        if self._table.link(row):
-            name = self._table.parent_name(row)
+    def attach(self, row: int) -> bool:
+        """Link a new row to its parent and to the orphans that are its children. True if it has
+        children.
+        """
+        name = self._table.parent_name(row)
+        if name[1]:
             parent = self._table.find_name(*name)
             if parent == NONE:
                 self._push(row, self._orphans.get(name, NONE))
                 self._orphans[name] = row
-            elif not self._is_below(parent, row):
+            elif parent != row and not (self._orphans and self._is_below(parent, row)):
                 first = self._first.view
                 self.parent.view[row] = parent
                 self._push(row, first[parent])
                 first[parent] = row
-        if self._orphans:
-            self._first.view[row] = self._orphans.pop(self._table.name(row), NONE)
-            for child in self.children(row):
-                self.parent.view[child] = row
+        if not self._orphans:
+            return False
+        child = self._first.view[row] = self._orphans.pop(self._table.name(row), NONE)
+        for other in self.children(row):
+            self.parent.view[other] = row
+        return child != NONE
 
     def _is_below(self, row: int, new: int) -> bool:
         """True if `row` continues `new`, which is not linked yet. Only forged keys form cycles."""
-        if row == new:
-            return True
         if self._table.name(new) not in self._orphans:
             return False
         while (parent := self.parent[row]) != NONE:

@@ -65,6 +65,7 @@ class Arena:
     ) -> None:
         """Uses `memory` if given, else allocates its own."""
         self.memory = memory or Memory(capacity_bytes, huge_pages, shared=shared)
+        self.address = self.memory.address
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.chunk_count = capacity_bytes // CHUNK
@@ -81,10 +82,6 @@ class Arena:
         self._hint = 0
         self._no_run_of = self.chunk_count + 1
         """No run of at least this length has been free since a slab was last freed."""
-
-    @property
-    def address(self) -> int:
-        return self.memory.address
 
     def image(self, location: int, nbytes: int) -> memoryview:
         return self.memory.view[location : location + nbytes]
@@ -141,7 +138,7 @@ class Arena:
         return slots * slot_bytes
 
     def set_owner(self, location: int, owner: int) -> None:
-        slab = self._slab(location)
+        slab = self._slab_at[self._slab_starts[location // CHUNK]]
         slab.owners[(location - slab.start * CHUNK) // slab.slot_bytes] = owner
 
     def owner(self, location: int) -> int:
@@ -157,10 +154,11 @@ class Arena:
 
     def chunks_for(self, nbytes: int) -> int:
         """Number of chunks of a new slab of this class; 0 if the arena is too small for one."""
-        slot_bytes = self.slot_bytes(nbytes)
-        if slot_bytes not in self._sizes:
-            self._sizes[slot_bytes] = slab_chunks(slot_bytes, self.chunk_count)
-        return self._sizes[slot_bytes]
+        slot_bytes = -(-nbytes // PAGE) * PAGE
+        chunks = self._sizes.get(slot_bytes)
+        if chunks is None:
+            chunks = self._sizes[slot_bytes] = slab_chunks(slot_bytes, self.chunk_count)
+        return chunks
 
     def slabs_in(self, start: int, chunks: int) -> list[Slab]:
         starts = np.unique(self._slab_of_chunk[start : start + chunks])

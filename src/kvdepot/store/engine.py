@@ -449,7 +449,15 @@ class Engine:
         """Call `find` for the blocks that the caller may put; the others are REFUSED."""
         self.access.set_sizes(caller, offer.blocks)
         slots = [
-            NewBlock(key, address, size, chunk_bytes, tokens=tokens, producer=producer)
+            NewBlock(
+                key,
+                address,
+                size,
+                chunk_bytes,
+                record_bytes(size),
+                tokens=tokens,
+                producer=producer,
+            )
             for key, (_, size, chunk_bytes, address, _, _, producer), tokens in zip(
                 as_keys(offer.blocks["key"]),
                 offer.blocks.tolist(),

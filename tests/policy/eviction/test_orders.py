@@ -250,7 +250,7 @@ def test_what_was_seen_at_the_ends_of_lines_is_never_out_of_date() -> None:
         tier.insert(rows)
         while tier.count > 50:
             remembered = order.victim(1)
-            order._search.forget()
+            order._search.moment = -1
             assert order.victim(1) == remembered
             tier.shrink(tier.count - 1)
     assert tier.evicted > 500
@@ -312,7 +312,7 @@ def test_value_keeps_what_takes_long_to_compute() -> None:
     assert isinstance(order, PrefillValue)
     order._rates.density = [[1.0] * len(AGES) for _ in order._rates.density]
     since = [index.tree.now - 1] * len(parents)
-    order._search._moment = index.tree.now
+    order._search.moment = index.tree.now
     deep, shallow = (
         order._search._look(queue, row, row, since)[3]
         for queue, row in zip(queues[1:], (20, 21), strict=True)

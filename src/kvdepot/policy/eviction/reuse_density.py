@@ -208,6 +208,7 @@ _KIND_OF_ARRAY: Final = np.array(_KIND_OF, np.uint8)
 _Look = tuple[int, int, int, float, float, int]
 """The cold and the warm end of a queue; age and expected reuses of the cold end; the smaller
 expectation of both ends, and its row."""
+_NEVER: Final = -1
 _UNSEEN: Final[_Look] = (NO_ROW, NO_ROW, 0, 0.0, 0.0, NO_ROW)
 
 
@@ -252,13 +253,10 @@ class VictimSearch:
         self._queues = range(QUEUES * len(worths))
         self._closed = self._queues[_CLOSED::QUEUES]
         self._age_boost = [boost * worth for worth in worths for boost in _BOOST]
-        self._moment = -1
+        self.moment = _NEVER
+        """The time of what was seen; _NEVER after ages or rates have changed."""
         self._looks: list[_Look] = []
         self._filled_by_bits: dict[int, tuple[int, ...]] = {}
-
-    def forget(self) -> None:
-        """Forget what was seen, because ages or rates have changed."""
-        self._moment = -1
 
     def victim(
         self, queues: EvictionQueues, group: int, since: Ages, now: int, trust: float
@@ -270,8 +268,8 @@ class VictimSearch:
         for closed in self._closed:
             if colds[closed] != NO_ROW:
                 return colds[closed]
-        if now != self._moment:
-            self._moment, self._looks = now, [_UNSEEN] * len(self._queues)
+        if now != self.moment:
+            self.moment, self._looks = now, [_UNSEEN] * len(self._queues)
         looks, boosts = self._looks, self._age_boost
         victim = least_promising = NO_ROW
         oldest, promise, least = -1.0, 0.0, _MUCH
@@ -288,7 +286,7 @@ class VictimSearch:
         return least_promising if least < promise * trust else victim
 
     def _look(self, queue: int, cold: int, warm: int, since: Ages) -> _Look:
-        now, worth = self._moment, self._worths[queue // QUEUES]
+        now, worth = self.moment, self._worths[queue // QUEUES]
         promises = self._rates.density[queue % QUEUES]
         age = now - since[cold]
         promised = later = worth * promises[bisect_right(AGES, age) - 1]
@@ -344,7 +342,9 @@ class ReuseDensity:
         digest, now = self._rows.digest(row), self._tree.now
         ghost = self._ghosts.recall(digest)
         if ghost is None:
-            turns, uses = self._turns_of_child(self._tree.parent.view[row]), 0
+            parent, turns, uses = self._tree.parent.view[row], 0, 0
+            if parent != NO_ROW:  # its session has come back once more if the parent was used
+                turns = min(self._turns.view[parent] + (self._uses.view[parent] > 0), _COUNT_MAX)
             self._kind.view[row] = _KIND_OF[min(turns, _TURNS_MAX)][0]
         else:
             turns, uses = ghost.note >> 8 & 15, min((ghost.note >> 12) + 1, 15)
@@ -353,7 +353,7 @@ class ReuseDensity:
             self._kind.view[row] = _KIND_OF[min(turns + 1, _TURNS_MAX)][uses]
         self._turns.view[row], self._uses.view[row] = turns, uses
         self._since.view[row] = now
-        self._search.forget()
+        self._search.moment = _NEVER
         self._count += 1
         shadow = self._trust.shadow
         if not digest >> 64 - shadow.bits and shadow.touch([digest]):
@@ -446,18 +446,11 @@ class ReuseDensity:
         if self._events >= max(_PERIOD_MIN, self._count // _PERIODS_PER_TIER):
             self._refresh()
 
-    def _turns_of_child(self, parent: int) -> int:
-        """The number of times that the session of a new block has come back."""
-        if parent == NO_ROW:
-            return 0
-        comes_back = int(self._uses.view[parent] > 0)
-        return min(int(self._turns.view[parent]) + comes_back, _COUNT_MAX)
-
     def _refresh(self) -> None:
         now = self._tree.now
         period, self._refreshed = now - self._refreshed, now
         self._events = 0
-        self._search.forget()
+        self._search.moment = _NEVER
         step = max(1, len(self._kind.array) // _SAMPLE_MAX)
         kinds, since = self._kind.array[::step], self._since.array[::step]
         here = kinds != _OUT

@@ -115,6 +115,8 @@ class StoreState:
                 memory.arenas, catalog.memories, catalog.orders, strict=True
             )
         )
+        self.arena = self.memory_tiers[0].arena
+        """The arena of the fastest memory tier."""
         self.events = Events()
         self.lock = StoreLock()
         self.using = StoreCall(self)
@@ -146,11 +148,6 @@ class StoreState:
             self.leased -= len(rows)
             if not self.closing.is_set():
                 self.unlease(rows)
-
-    @property
-    def arena(self) -> Arena:
-        """The arena of the fastest memory tier."""
-        return self.memory_tiers[0].arena
 
     @property
     def all_arenas(self) -> list[Arena]:
@@ -230,7 +227,9 @@ class StoreState:
     def unlease(self, rows: list[int]) -> None:
         """End the leases of rows. Drops those that were removed meanwhile."""
         assert self.lock.held()
-        self.drop_unused(self.catalog.unlease(rows))
+        gone = self.catalog.unlease(rows)
+        if gone:
+            self.drop_unused(gone)
         self.lock.room.notify_all()
 
     def drop_unused(self, rows: list[int]) -> None:

@@ -8,19 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from kvdepot.core.block import BlockKey, PutResult
-from kvdepot.core.requests import BLOCK_DTYPE
-from kvdepot.format.copy_ops import checksum_slot, copy_in
-from kvdepot.format.record import (
-    HEAD_BYTES,
-    Kind,
-    record_bytes,
-    set_stamp,
-    write_head,
-)
+from kvdepot.format.copy_ops import checksum_slot, fill_op, transfers
+from kvdepot.format.record import HEAD_BYTES, Kind, set_stamp, write_head
 from kvdepot.index.table import NONE
+from kvdepot.store.events import Took
 from kvdepot.store.state.memory_tier import SlotAllocator
 from kvdepot.store.state.state import StoreState
 
@@ -41,6 +33,8 @@ class NewBlock:
     source: int
     payload_bytes: int
     chunk_bytes: int
+    nbytes: int
+    """Bytes of its record."""
     row: int = NONE
     slot: int = NONE
     before: int = NONE
@@ -87,14 +81,20 @@ class Putter:
             if wave:
                 filled = False
                 try:
-                    self._copy(wave)
+                    base = state.arena.address
+                    transfers(
+                        [
+                            fill_op(one.source, base + one.slot, one.payload_bytes, one.chunk_bytes)
+                            for one in wave
+                        ]
+                    )
                     self._head(wave)
                     filled = True
                 finally:
                     with state.lock:
                         self._seal(wave) if filled else self._abandon(wave)
         self._count_others(results)
-        state.events.took("put", state.clock.now() - began_s)
+        state.events.emit(Took("put", "", state.clock.now() - began_s))
         return results
 
     def reserve(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
@@ -122,7 +122,7 @@ class Putter:
             if len(results) < part.stop:
                 break
         self._count_others(results)
-        state.events.took("reserve", state.clock.now() - began_s)
+        state.events.emit(Took("reserve", "", state.clock.now() - began_s))
         return results
 
     def finish(self, wave: list[NewBlock], *, summed: bool = False) -> None:
@@ -131,7 +131,7 @@ class Putter:
         try:
             if not summed:
                 for offer in wave:
-                    image = self._state.arena.image(offer.slot, record_bytes(offer.payload_bytes))
+                    image = self._state.arena.image(offer.slot, offer.nbytes)
                     checksum_slot(image, offer.payload_bytes, offer.chunk_bytes)
             self._head(wave)
             sealed = True
@@ -163,7 +163,7 @@ class Putter:
         """
         state = self._state
         assert state.lock.held()
-        total = sum(record_bytes(offer.payload_bytes) for offer in wave)
+        total = sum([offer.nbytes for offer in wave])
         dirty_room = self._dirty_room()
         while len(results) < len(offers) and total < limit_bytes:
             offer = offers[len(results)]
@@ -191,7 +191,7 @@ class Putter:
             results.append(outcome)
             if outcome is PutResult.STORED:
                 wave.append(offer)
-                total += record_bytes(offer.payload_bytes)
+                total += offer.nbytes
             else:
                 self._let_go(offer)
 
@@ -217,7 +217,7 @@ class Putter:
         is deferred, and it may be evicted unwritten.
         """
         outcome = self._try(offer, over, ahead, may_wait=False)
-        late = record_bytes(offer.payload_bytes) > room
+        late = offer.nbytes > room
         offer.deferred = late and outcome is PutResult.STORED
         return outcome
 
@@ -239,7 +239,7 @@ class Putter:
             if not below and not catalog.is_absent(row):
                 catalog.use([row])
                 return PutResult.PRESENT
-        nbytes = record_bytes(offer.payload_bytes)
+        nbytes = offer.nbytes
         if not state.arena.chunks_for(nbytes):
             return PutResult.REFUSED
         slot = None
@@ -266,18 +266,10 @@ class Putter:
         here = any(not memory.copies.absent(row) for memory in state.memory_tiers)
         return not here and bool(state.catalog.residency.view[row])
 
-    def _copy(self, wave: list[NewBlock]) -> None:
-        """Copy and checksum blocks without the lock: lookups do not see slots being filled."""
-        blocks = np.zeros(len(wave), BLOCK_DTYPE)
-        blocks["address"] = [offer.source for offer in wave]
-        blocks["payload_bytes"] = [offer.payload_bytes for offer in wave]
-        blocks["chunk_bytes"] = [offer.chunk_bytes for offer in wave]
-        copy_in(blocks, self._state.arena.address + np.array([offer.slot for offer in wave]))
-
     def _head(self, wave: list[NewBlock]) -> None:
         """Write the head of each record, and zeros after its payload."""
         for offer in wave:
-            nbytes = record_bytes(offer.payload_bytes)
+            nbytes = offer.nbytes
             image = self._state.arena.image(offer.slot, nbytes)
             sizes = (offer.payload_bytes, offer.chunk_bytes)
             write_head(image, Kind.BLOCK, offer.key, *sizes, offer.tokens, offer.producer)
@@ -295,7 +287,7 @@ class Putter:
         for offer in wave:
             set_stamp(state.arena.image(offer.slot, HEAD_BYTES), stamp)
             catalog.memory.seal(offer.row)
-            catalog.leaves.enter(offer.row, record_bytes(offer.payload_bytes))
+            catalog.leaves.enter(offer.row, offer.nbytes)
         new = rows
         if below:
             self._seal_returned([row for row in rows if row in below], wave[-1].key[-1])
@@ -330,5 +322,5 @@ class Putter:
 
     def _count_others(self, outcomes: list[PutResult]) -> None:
         """Count the results other than STORED, which is counted by `_seal`."""
-        for outcome in (PutResult.PRESENT, PutResult.THROTTLED, PutResult.REFUSED):
+        for outcome in set(outcomes) - {PutResult.STORED}:
             self._state.events.count(f"put_{outcome.value}", outcomes.count(outcome))
