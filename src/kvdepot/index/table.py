@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.core.block import BlockKey
-from kvdepot.core.keys import Keys, as_keys
+from kvdepot.core.keys import Keys
 
 Rows = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -140,7 +140,9 @@ class KeyTable:
     def find_many(self, words: Keys) -> Rows:
         """Rows of many keys at once, NONE where absent."""
         if len(words) < FEW:
-            return np.array(list(map(self.find, as_keys(words))), np.int64)
+            packed = words.tobytes()
+            keys = [BlockKey(packed[at : at + 32]) for at in range(0, len(packed), 32)]
+            return np.array([self.find(key) for key in keys], np.int64)
         rows = self._probe_digests(words[:, 2])
         found = self._words[rows]
         if found.tobytes() == words.tobytes():

@@ -102,9 +102,7 @@ def assemble(
         below=return_times,
     )
     lower_tiers = [
-        LowerTier(
-            TierVolumes(volumes, copies.tier), settings, catalog, copies, clock, writable=writable
-        )
+        LowerTier(TierVolumes(volumes, copies.tier), settings, catalog, copies, writable=writable)
         for settings, copies in zip(config.lower_tiers, catalog.files, strict=False)
     ]
     pinned = _take_in(catalog, lower_tiers, contents)

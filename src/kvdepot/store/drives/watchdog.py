@@ -101,6 +101,6 @@ class VolumeWatchdog:
         """True if no call reads, and nothing waits to be written."""
         since_s = self._state.clock.now() - _QUIET_S
         return not self._state.closing.is_set() and not any(
-            lower.queue.tickets or lower.moving or lower.foreground.busy_since(since_s)
+            lower.queue.tickets or lower.moving or lower.is_read_since(since_s)
             for lower in self._state.lower_tiers
         )

@@ -371,7 +371,7 @@ def whole_reads(
 
 def rest(state: StoreState, tiers: Sequence[LowerTier], since_s: float) -> None:
     """Pause after background work since `since_s`, if callers have read from these tiers since."""
-    busy = [lower for lower in tiers if lower.foreground.busy_since(since_s)]
+    busy = [lower for lower in tiers if lower.is_read_since(since_s)]
     if busy:
         share = HEAD_SHARE if any(lower.volumes.contiguous_bytes for lower in busy) else FLASH_SHARE
         state.closing.wait(backoff_s(state.clock.now() - since_s, share))

@@ -184,7 +184,7 @@ class Prefetcher:
         """The tiers of these volumes from which calls have read since `since_s`."""
         numbers = np.unique(volumes[volumes >= 0]).tolist()
         tiers = {self._state.tier_of(number) for number in numbers}
-        return [lower for lower in tiers if lower.foreground.busy_since(since_s)]
+        return [lower for lower in tiers if lower.is_read_since(since_s)]
 
     def _learn(self, blocks: Array, volumes: Ints, spent_s: float) -> None:
         sizes = record_sizes(blocks["payload_bytes"])

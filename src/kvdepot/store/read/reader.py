@@ -469,12 +469,11 @@ class VolumeReads:
         if wave.reading is None or not wave.reading.cancel():
             return False
         state = self._state
-        if not call.is_prefetch:
-            reads.lower.foreground.end()
         reads.flying.remove(wave)
         state.events.count("read_late", len(wave.indices))
         call.codes[wave.indices] = _LATE
         with state.lock:
+            self._ended(call, reads.lower)
             for at in range(len(wave.indices)):
                 self._give_back(call, wave, at)
             state.lock.arrived.notify_all()
@@ -490,6 +489,8 @@ class VolumeReads:
                 continue
             with self._state.lock:
                 wave = self._plan(call, volumes, reads)
+                if len(wave.indices) and not call.is_prefetch:
+                    reads.lower.foreground_reads += 1
             progress = progress or len(reads.waiting) < left
             if len(wave.indices):
                 alone = not any(len(one.waiting) or one.flying for one in volumes.values())
@@ -515,8 +516,6 @@ class VolumeReads:
         """
         wave.began_s = self._state.clock.now()
         priority = Priority.PREFETCH if call.is_prefetch else Priority.FOREGROUND
-        if not call.is_prefetch:
-            reads.lower.foreground.begin()
         volume = self._state.volumes.entries[reads.volume].volume
         wave.reading = volume.read(wave.reads, priority, max(0.0, call.deadline_s - wave.began_s))
         if inline:
@@ -545,22 +544,26 @@ class VolumeReads:
         rest = np.flatnonzero(~promote)
         if call.is_prefetch:
             call.codes[indices[rest]] = _BUSY
-        else:
+        elif len(rest):
             sizes = record_sizes(call.blocks["payload_bytes"][indices[rest]])
             slots[rest] = state.staging.allocate_many(sizes.tolist(), TEMPORARY)
             back = indices[slots == NONE]
             if len(back):
                 reads.waiting = np.concatenate([back, reads.waiting])
         fits = slots != NONE
-        indices, slots, promote, rows = indices[fits], slots[fits], promote[fits], rows[fits]
+        if not fits.all():
+            indices, slots, promote, rows = indices[fits], slots[fits], promote[fits], rows[fits]
+        blocks = call.blocks[indices]
         locations = reads.lower.copies.location.array[rows]
         batch = np.zeros(len(indices), READ_DTYPE)
-        for name in ("key", "payload_bytes", "chunk_bytes"):
-            batch[name] = call.blocks[name][indices]
+        for name in ("key", "payload_bytes", "chunk_bytes", "start", "stop"):
+            batch[name] = blocks[name]
         batch["place"] = locations & _PLACES
         batch["image"] = slots + np.where(promote, state.arena.address, state.staging.address)
-        batch["start"], batch["stop"], exact = spans(call.blocks[indices])
-        batch["target"] = np.where(exact, call.blocks["address"][indices], 0)
+        batch["target"] = blocks["address"]
+        if (blocks["stop"] - blocks["start"] != blocks["payload_bytes"]).any():
+            batch["start"], batch["stop"], exact = spans(blocks)
+            batch["target"] *= exact
         return Wave(indices, locations, slots, promote, batch)
 
     def _choose(self, call: ReadCall, volumes: Volumes, reads: VolumeWaves) -> tuple[Ints, Bools]:
@@ -618,8 +621,6 @@ class VolumeReads:
             return []
         state, reading = self._state, wave.reading
         outcomes = reading.result()
-        if not call.is_prefetch:
-            reads.lower.foreground.end()
         reads.flying.remove(wave)
         good = outcomes == Outcome.OK
         is_late = bool((outcomes == Outcome.LATE).any()) and not reading.released(0.0)
@@ -630,11 +631,13 @@ class VolumeReads:
         again: list[int] = []
         late: list[LateRead] = []
         try:
-            here = np.flatnonzero(good & (targets == 0))
-            call.hand_over(wave.indices[here], images[here], wave.promote[here], verified=True)
+            if call.sink is not None:
+                here = np.flatnonzero(good & (targets == 0))
+                call.hand_over(wave.indices[here], images[here], wave.promote[here], verified=True)
         finally:
             state.events.emit(Took("read", reads.lower.name, state.clock.now() - wave.began_s))
             with state.lock:
+                self._ended(call, reads.lower)
                 self._keep(call, reads.lower, wave, good)
                 for at in np.flatnonzero(~good).tolist():
                     outcome, index = Outcome(int(outcomes[at])), int(wave.indices[at])
@@ -655,6 +658,12 @@ class VolumeReads:
                 self._late.add(reading, late)
         return again
 
+    def _ended(self, call: ReadCall, lower: LowerTier) -> None:
+        """Record the end of a wave that a caller waited for. With the lock."""
+        if not call.is_prefetch:
+            lower.foreground_reads -= 1
+            lower.foreground_s = self._state.clock.now()
+
     def _keep(self, call: ReadCall, lower: LowerTier, wave: Wave, good: Bools) -> None:
         """Make intact promoted blocks visible in the memory tier; free all other slots."""
         state = self._state
@@ -665,7 +674,7 @@ class VolumeReads:
         if rows:
             state.memory_tiers[0].seal_all(rows)
             state.events.count("promoted", len(rows))
-            if state.writes.promotes_from(lower):
+            if lower is not state.lower_tiers[0] and state.writes.promotes_from(lower):
                 sample = int(call.blocks["key"][-1, 3]) >> 56
                 for row in rows:
                     state.writes.promote(row, lower, sample)

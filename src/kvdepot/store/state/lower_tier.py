@@ -3,7 +3,6 @@
 Guarded by the store's lock, except for `volumes`.
 """
 
-import threading
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,6 @@ import numpy as np
 
 from kvdepot.config.settings import LowerTierConfig
 from kvdepot.core.block import CopyState
-from kvdepot.core.clock import Clock
 from kvdepot.core.depot import DURABILITY, Durability
 from kvdepot.core.keys import Keys
 from kvdepot.core.volume import (
@@ -240,7 +238,6 @@ class LowerTier:
         config: LowerTierConfig,
         catalog: Catalog,
         copies: Copies,
-        clock: Clock,
         *,
         writable: bool,
     ) -> None:
@@ -250,7 +247,10 @@ class LowerTier:
         self.writable = writable
         self.catalog = catalog
         self.copies = copies
-        self.foreground = ForegroundReads(clock)
+        self.foreground_reads = 0
+        """Number of waves that callers wait for."""
+        self.foreground_s = -1.0
+        """Time at which the last of them ended."""
         self.mode = WriteMode(config.write_mode)
         self.queue = WriteQueue(catalog)
         self.segment_rows: dict[int, array[int]] = {}
@@ -399,6 +399,10 @@ class LowerTier:
         """Start to count requests again: earlier ones were served by other tiers."""
         self._hits_before.view[row] = self.catalog.tree.hits.view[row]
 
+    def is_read_since(self, moment_s: float) -> bool:
+        """True if a caller has waited for a read from this tier since then."""
+        return self.foreground_reads > 0 or self.foreground_s >= moment_s
+
     def end_moving(self, rows: Iterable[int]) -> None:
         for row in rows:
             self.moving[row] -= 1
@@ -451,28 +455,3 @@ class LowerTier:
         for place, part in zip(places.tolist(), np.split(rows[order], starts[1:]), strict=True):
             listed = self.segment_rows.setdefault(place, array("i"))
             listed.frombytes(part.astype(np.int32).tobytes())
-
-
-class ForegroundReads:
-    """Records when a caller last waited for a read from a tier. Thread-safe."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._reading = 0
-        self._last_s = -1.0
-
-    def begin(self) -> None:
-        """Called when a caller begins to wait for a read; `end` when it has it."""
-        with self._lock:
-            self._reading += 1
-
-    def end(self) -> None:
-        with self._lock:
-            self._reading -= 1
-            self._last_s = self._clock.now()
-
-    def busy_since(self, moment_s: float) -> bool:
-        """True if a caller has waited for a read since then."""
-        with self._lock:
-            return self._reading > 0 or self._last_s >= moment_s

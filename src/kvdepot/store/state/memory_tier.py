@@ -73,13 +73,13 @@ class ArenaTier:
     def seal(self, row: int) -> None:
         """Make a filled slot visible as a block."""
         self.copies.seal(row)
-        self.leaves.enter(row, self.arena.slot_bytes(record_bytes(self.catalog.nbytes[row])))
+        self.leaves.enter(row, record_bytes(self.catalog.nbytes[row]))
 
     def seal_all(self, rows: list[int]) -> None:
         """`seal` for distinct rows."""
         self.copies.seal_all(rows)
         for nbytes, some in by_size(self.catalog, rows).items():
-            group = self.arena.slot_bytes(record_bytes(nbytes))
+            group = record_bytes(nbytes)
             for row in some:
                 self.leaves.enter(row, group)
 

@@ -165,7 +165,7 @@ class WriteBack:
     def _rest(self, since_s: float) -> None:
         """Pause writes if callers have read from the tier since `since_s`."""
         lower, now_s = self._lower, self._state.clock.now()
-        if not lower.volumes.is_remote and lower.foreground.busy_since(since_s):
+        if not lower.volumes.is_remote and lower.is_read_since(since_s):
             share = HEAD_SHARE if lower.volumes.contiguous_bytes else FLASH_SHARE
             self._rests_until_s = now_s + min(_REST_S_MAX, backoff_s(now_s - since_s, share))
 
