@@ -15,7 +15,6 @@ import numpy as np
 
 from kvdepot.core.clock import Clock
 from kvdepot.core.volume import SEGMENT_SHIFT, Array, Ints, Outcome, Outcomes, Priority
-from kvdepot.format.copy_ops import transfers
 from kvdepot.format.record import (
     HEAD_BYTES,
     IDENTITY_DTYPE,
@@ -29,7 +28,7 @@ from kvdepot.format.record import (
 )
 from kvdepot.io.files import Ops, Pending, aligned, io_ops
 from kvdepot.io.speed import Profile
-from kvdepot.native import COPY, READ, address_of
+from kvdepot.native import COPY, READ, TRANSFER_DTYPE, address_of, transfer
 from kvdepot.native.memory import view_at
 from kvdepot.volumes.log.elevator import Elevator, QueuedReads
 from kvdepot.volumes.log.segments import Segment, SegmentSet
@@ -505,7 +504,7 @@ class SweptRead(QueuedReads):
 
 def _copy_to_targets(ops: Ops) -> None:
     wanted = ops[ops["copy_target"] != 0]
-    columns = ("payload_address", "copy_target", "payload_bytes")
-    rows = zip(*(wanted[name].tolist() for name in columns), strict=True)
-    if len(wanted):
-        transfers([(0, *row, 0, 0, COPY) for row in rows])
+    copies = np.zeros(len(wanted), TRANSFER_DTYPE)
+    copies["source"], copies["target"] = wanted["payload_address"], wanted["copy_target"]
+    copies["nbytes"], copies["mode"] = wanted["payload_bytes"], COPY
+    transfer(copies)
