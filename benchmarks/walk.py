@@ -29,7 +29,9 @@ TOUR: Final = ROOT / "docs" / "tour.md"
 BEGIN: Final = "<!-- walks: written by benchmarks/walk.py --write -->"
 END: Final = "<!-- end of walks -->"
 
-NATIVE: Final = {"transfer", "chunk_checksums", "gather", "scatter", "run"}
+NATIVE: Final = {
+    "transfer", "copy_in", "copy_out", "chunk_checksums", "gather", "scatter", "run",
+}  # fmt: skip
 SOCKET: Final = {"send", "sendall", "sendmsg", "recv", "recv_into", "recvmsg", "recvmsg_into"}
 CATALOG: Final = {"reserve", "seal", "lease", "unlease", "use", "drop", "move"} | {
     "reserve_all", "seal_all", "drop_all",

@@ -262,3 +262,14 @@ def test_copy_out_refuses_a_range_outside_the_payload(native: ModuleType) -> Non
             native.copy_out(block, at, True)
     with pytest.raises(ValueError, match="one record for each block"):
         native.copy_out(_wanted(key, None), at[:0], True)
+
+
+def test_a_payload_is_copied_in_with_its_checksums(native: ModuleType) -> None:
+    key = bytes(range(32))
+    expected = _record(key)
+    payload, record = expected[HEAD_BYTES:].copy(), np.zeros_like(expected)
+    record[KEY_AT : KEY_AT + len(key)] = expected[KEY_AT : KEY_AT + len(key)]
+    assert native.copy_in(_wanted(key, payload), np.array([record.ctypes.data])) is None
+    assert np.array_equal(record, expected)
+    with pytest.raises(ValueError, match="one record for each block"):
+        native.copy_in(_wanted(key, payload), np.zeros(0, np.int64))

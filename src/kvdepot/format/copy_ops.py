@@ -1,6 +1,6 @@
 """Copies of blocks between places in memory, verified or checksummed in the same pass.
 
-`blocks` are rows of core.requests.BLOCK_DTYPE, `records` the addresses of their records.
+Whole batches of a call are copied by native.copy_in and native.copy_out.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvdepot.core.requests import Array
 from kvdepot.format.record import HEAD_BYTES, TABLE_OFFSET, chunk_count
-from kvdepot.native import COPY, FILL, TRANSFER_DTYPE, VERIFY, chunk_checksums, transfer
+from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, chunk_checksums, transfer
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -40,20 +40,6 @@ def spans(blocks: Array) -> tuple[Ints, Ints, Bools]:
     first = start // chunk * chunk
     last = np.minimum(-(-stop // chunk) * chunk, blocks["payload_bytes"])
     return first, last, (first == start) & (last == stop)
-
-
-def copy_in(blocks: Array, records: Ints) -> None:
-    """Copy whole blocks from their addresses into slots, checksummed in the same pass."""
-    ops = np.zeros(len(blocks), TRANSFER_DTYPE)
-    ops["source"], ops["target"] = blocks["address"], records + HEAD_BYTES
-    ops["nbytes"], ops["chunk_bytes"] = blocks["payload_bytes"], blocks["chunk_bytes"]
-    ops["table"], ops["mode"] = records + TABLE_OFFSET, FILL
-    transfer(ops)
-
-
-def fill_op(source: int, slot: int, payload_bytes: int, chunk_bytes: int) -> tuple[int, ...]:
-    """An operation that copies a payload into the slot at address `slot`, with its checksums."""
-    return (0, source, slot + HEAD_BYTES, payload_bytes, chunk_bytes, slot + TABLE_OFFSET, FILL)
 
 
 def copy_op(slot: int, target: int, start: int, stop: int) -> tuple[int, ...]:

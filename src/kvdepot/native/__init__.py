@@ -48,12 +48,13 @@ else:
 __all__ = [
     "BLOCK_DTYPE", "COPY", "FILL", "HEAD_BYTES", "IO_DTYPE", "KEY_AT", "NAME", "READ",
     "RECTANGLE_DTYPE", "STRIDED_DTYPE", "SYNC", "TABLE_AT", "TRANSFER_DTYPE", "VERIFY", "WRITE",
-    "IoEngine", "PendingOps", "address_of", "checksum", "chunk_checksums", "copy_out",
+    "IoEngine", "PendingOps", "address_of", "checksum", "chunk_checksums", "copy_in", "copy_out",
     "copy_rectangles", "gather", "open_engine", "scatter", "transfer", "uring_available",
 ]  # fmt: skip
 
 address_of, uring_available = _chosen.address_of, _chosen.uring_available
-checksum, transfer, copy_out = _chosen.checksum, _chosen.transfer, _chosen.copy_out
+checksum, transfer = _chosen.checksum, _chosen.transfer
+copy_in, copy_out = _chosen.copy_in, _chosen.copy_out
 gather, scatter, copy_rectangles = _chosen.gather, _chosen.scatter, _chosen.copy_rectangles
 
 

@@ -82,6 +82,9 @@ enum { RECORD_KEY_AT = 16, RECORD_TABLE_AT = 192, RECORD_HEAD_BYTES = 4096 };
  * that range; else its target is undefined. `ops` has room for each block. */
 void copy_out_run(const struct block *blocks, const uint64_t *records, struct transfer_op *ops,
                   uint8_t *intact, size_t count, int verify, int threads);
+/* Copy the payload of each block from its address into its record, with the checksums. */
+void copy_in_run(const struct block *blocks, const uint64_t *records, struct transfer_op *ops,
+                 size_t count);
 
 /* One chunk of a verified copy; target may be NULL. 0 or -EBADMSG. */
 int verify_chunk(uint8_t *target, const uint8_t *source, size_t nbytes, uint64_t expected,

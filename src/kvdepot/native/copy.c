@@ -174,6 +174,19 @@ void copy_out_run(const struct block *blocks, const uint64_t *records, struct tr
     }
 }
 
+void copy_in_run(const struct block *blocks, const uint64_t *records, struct transfer_op *ops,
+                 size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        ops[i] = (struct transfer_op){.source = blocks[i].address,
+                                      .target = records[i] + RECORD_HEAD_BYTES,
+                                      .nbytes = blocks[i].payload_bytes,
+                                      .chunk_bytes = blocks[i].chunk_bytes,
+                                      .table = records[i] + RECORD_TABLE_AT,
+                                      .mode = TRANSFER_FILL};
+    transfer_run(ops, count, 1);
+}
+
 void gather_pieces(uint8_t *target, const struct strided *pieces, size_t count, int stream)
 {
     for (const struct strided *piece = pieces; piece < pieces + count; piece++) {

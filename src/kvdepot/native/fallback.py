@@ -80,15 +80,28 @@ def copy_out(blocks: Any, records: Any, verify: bool, threads: int = 1) -> bytes
     Returns a byte for each block: 1 if its record has the key of the block and, with `verify`, the
     right checksums in all chunks of that range; else 0, and its target is undefined.
     """
+    return bytes(
+        _copy_record(row, place, verify=verify) for row, place in _with_records(blocks, records)
+    )
+
+
+def copy_in(blocks: Any, records: Any) -> None:
+    """Copy the payloads of blocks (BLOCK_DTYPE) from their addresses into the records at these
+    addresses (i64), and write their checksums.
+    """
+    for (_, nbytes, chunk_bytes, source, *_), record in _with_records(blocks, records):
+        table = record + TABLE_AT
+        transfer_one(source, record + HEAD_BYTES, nbytes, chunk_bytes, table, FILL)
+
+
+def _with_records(blocks: Any, records: Any) -> list[tuple[tuple[Any, ...], int]]:
     rows = records_at(blocks, BLOCK_DTYPE, writable=False).tolist()
     places = records_at(records, np.dtype([("at", "<i8")]), writable=False)["at"].tolist()
     if len(rows) != len(places) or not all(
         chunk > 0 and 0 <= start <= stop <= size for _, size, chunk, _, start, stop, _ in rows
     ):
         raise ValueError("not one record for each block, or an invalid range")
-    return bytes(
-        _copy_record(row, place, verify=verify) for row, place in zip(rows, places, strict=True)
-    )
+    return list(zip(rows, places, strict=True))
 
 
 def _copy_record(row: tuple[Any, ...], record: int, *, verify: bool) -> bool:

@@ -108,45 +108,84 @@ static int block_is_valid(const struct block *block)
            block->stop <= block->payload_bytes;
 }
 
-static PyObject *native_copy_out(PyObject *module, PyObject *args)
-{
-    PyObject *blocks_object, *records_object, *result = NULL;
-    int verify, threads = 1;
+/* Blocks of a call, the addresses of their records, and room for an operation on each. */
+struct held_blocks {
     Py_buffer blocks, records;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "OOp|i", &blocks_object, &records_object, &verify, &threads) ||
-        hold_records(blocks_object, &blocks, 0, sizeof(struct block)) < 0)
-        return NULL;
-    if (hold_records(records_object, &records, 0, sizeof(uint64_t)) < 0) {
-        PyBuffer_Release(&blocks);
-        return NULL;
+    struct transfer_op *ops;
+    size_t count;
+    uint64_t total;
+};
+
+static void release_blocks(struct held_blocks *held)
+{
+    PyMem_Free(held->ops);
+    PyBuffer_Release(&held->records);
+    PyBuffer_Release(&held->blocks);
+}
+
+static int hold_blocks(PyObject *blocks, PyObject *records, struct held_blocks *held)
+{
+    *held = (struct held_blocks){0};
+    if (hold_records(blocks, &held->blocks, 0, sizeof(struct block)) < 0)
+        return -1;
+    const struct block *rows = held->blocks.buf;
+    held->count = (size_t)held->blocks.len / sizeof *rows;
+    if (hold_records(records, &held->records, 0, sizeof(uint64_t)) < 0) {
+        PyBuffer_Release(&held->blocks);
+        return -1;
     }
-    const struct block *rows = blocks.buf;
-    size_t count = (size_t)blocks.len / sizeof *rows;
-    uint64_t total = 0;
-    int valid = count == (size_t)records.len / sizeof(uint64_t);
-    for (size_t i = 0; valid && i < count; i++) {
+    int valid = held->count == (size_t)held->records.len / sizeof(uint64_t);
+    for (size_t i = 0; valid && i < held->count; i++) {
         valid = block_is_valid(&rows[i]);
-        total += rows[i].stop - rows[i].start;
+        held->total += rows[i].stop - rows[i].start;
     }
-    struct transfer_op *ops = PyMem_Malloc(count * sizeof *ops);
-    if (!valid)
-        PyErr_SetString(PyExc_ValueError, "not one record for each block, or an invalid range");
-    else if (!ops)
+    held->ops = PyMem_Malloc(held->count * sizeof *held->ops);
+    if (valid && held->ops)
+        return 0;
+    if (valid)
         PyErr_NoMemory();
     else
-        result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)count);
+        PyErr_SetString(PyExc_ValueError, "not one record for each block, or an invalid range");
+    release_blocks(held);
+    return -1;
+}
+
+static PyObject *native_copy_out(PyObject *module, PyObject *args)
+{
+    PyObject *blocks, *records, *result;
+    int verify, threads = 1;
+    struct held_blocks held;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOp|i", &blocks, &records, &verify, &threads) ||
+        hold_blocks(blocks, records, &held) < 0)
+        return NULL;
+    result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)held.count);
     if (result) {
         uint8_t *intact = (uint8_t *)PyBytes_AsString(result);
-        PyThreadState *state = total < LOCK_KEPT_BYTES ? NULL : PyEval_SaveThread();
-        copy_out_run(rows, records.buf, ops, intact, count, verify, threads);
+        PyThreadState *state = held.total < LOCK_KEPT_BYTES ? NULL : PyEval_SaveThread();
+        copy_out_run(held.blocks.buf, held.records.buf, held.ops, intact, held.count, verify,
+                     threads);
         if (state)
             PyEval_RestoreThread(state);
     }
-    PyMem_Free(ops);
-    PyBuffer_Release(&records);
-    PyBuffer_Release(&blocks);
+    release_blocks(&held);
     return result;
+}
+
+static PyObject *native_copy_in(PyObject *module, PyObject *args)
+{
+    PyObject *blocks, *records;
+    struct held_blocks held;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OO", &blocks, &records) ||
+        hold_blocks(blocks, records, &held) < 0)
+        return NULL;
+    PyThreadState *state = held.total < LOCK_KEPT_BYTES ? NULL : PyEval_SaveThread();
+    copy_in_run(held.blocks.buf, held.records.buf, held.ops, held.count);
+    if (state)
+        PyEval_RestoreThread(state);
+    release_blocks(&held);
+    Py_RETURN_NONE;
 }
 
 static int pieces_fit(const struct strided *pieces, size_t count, uint64_t nbytes)
@@ -531,6 +570,7 @@ static PyMethodDef functions[] = {
     {"checksum", native_checksum, METH_O, NULL},
     {"transfer", native_transfer, METH_VARARGS, NULL},
     {"copy_out", native_copy_out, METH_VARARGS, NULL},
+    {"copy_in", native_copy_in, METH_VARARGS, NULL},
     {"gather", native_gather, METH_VARARGS, NULL},
     {"scatter", native_scatter, METH_VARARGS, NULL},
     {"copy_rectangles", native_copy_rectangles, METH_VARARGS, NULL},

@@ -8,6 +8,7 @@ those that the caller has registered; the engine does not take them from a reque
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -284,7 +285,8 @@ class Engine:
     def put(self, caller: Caller, offer: Offer, timeout_s: float) -> list[PutResult]:
         """Copy blocks into memory and queue them for the drives. See depot.Depot.put_many."""
         with self.state.using:
-            answers = self._with_slots(caller, offer, self.putter.store, timeout_s)[1]
+            store = partial(self.putter.store, offer.blocks)
+            answers = self._with_slots(caller, offer, store, timeout_s)[1]
             self._flusher.write_through(timeout_s)
             return answers
 
@@ -450,19 +452,15 @@ class Engine:
         self.access.set_sizes(caller, offer.blocks)
         slots = [
             NewBlock(
-                key,
-                address,
-                size,
-                chunk_bytes,
-                record_bytes(size),
-                tokens=tokens,
-                producer=producer,
+                key, index, row[1], row[2], record_bytes(row[1]), tokens=tokens, producer=row[-1]
             )
-            for key, (_, size, chunk_bytes, address, _, _, producer), tokens in zip(
-                as_keys(offer.blocks["key"]),
-                offer.blocks.tolist(),
-                offer.tokens or [b""] * len(offer.blocks),
-                strict=True,
+            for index, (key, row, tokens) in enumerate(
+                zip(
+                    as_keys(offer.blocks["key"]),
+                    offer.blocks.tolist(),
+                    offer.tokens or [b""] * len(offer.blocks),
+                    strict=True,
+                )
             )
         ]
         answers = find([slot for slot in slots if slot.payload_bytes], timeout_s)

@@ -24,8 +24,9 @@ from kvdepot.daemon.client.connections import (
 from kvdepot.daemon.wire import frames
 from kvdepot.daemon.wire.frames import KEYS_MAX, Flag, Frame, FrameKind
 from kvdepot.errors import LeaseError
-from kvdepot.format.copy_ops import checksum_slot, copy_in
+from kvdepot.format.copy_ops import checksum_slot
 from kvdepot.format.record import fill_producer, fill_tokens, record_sizes
+from kvdepot.native import copy_in
 
 _WAVE_BYTES: Final = 64 << 20
 

@@ -8,10 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from kvdepot.core.block import BlockKey, PutResult
-from kvdepot.format.copy_ops import checksum_slot, fill_op, transfers
+from kvdepot.core.requests import Array
+from kvdepot.format.copy_ops import checksum_slot
 from kvdepot.format.record import HEAD_BYTES, Kind, set_stamp, write_head
 from kvdepot.index.table import NONE
+from kvdepot.native import copy_in
 from kvdepot.store.events import Took
 from kvdepot.store.state.memory_tier import SlotAllocator
 from kvdepot.store.state.state import StoreState
@@ -30,7 +34,8 @@ class NewBlock:
     """A block of a put."""
 
     key: BlockKey
-    source: int
+    index: int
+    """Its index in the call."""
     payload_bytes: int
     chunk_bytes: int
     nbytes: int
@@ -68,8 +73,10 @@ class Putter:
         self._state = state
         self.slots = SlotAllocator(state, state.memory_tiers[0])
 
-    def store(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
-        """Store blocks. Returns a result for each. Blocks for `timeout_s` at most for room."""
+    def store(self, blocks: Array, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
+        """Store those of `blocks` that are offered. Returns a result for each. Blocks for
+        `timeout_s` at most for room.
+        """
         state = self._state
         began_s = state.clock.now()
         deadline = began_s + timeout_s if timeout_s > 0 else _AT_ONCE
@@ -81,13 +88,11 @@ class Putter:
             if wave:
                 filled = False
                 try:
-                    base = state.arena.address
-                    transfers(
-                        [
-                            fill_op(one.source, base + one.slot, one.payload_bytes, one.chunk_bytes)
-                            for one in wave
-                        ]
-                    )
+                    some = blocks
+                    if len(wave) < len(blocks):
+                        some = blocks[[offer.index for offer in wave]]
+                    slots = np.array([offer.slot for offer in wave])
+                    copy_in(some, slots + state.arena.address)
                     self._head(wave)
                     filled = True
                 finally:
