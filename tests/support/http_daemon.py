@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvdepot.config.settings import load
+from kvdepot.core.private import write_private_file
 from kvdepot.daemon.http.service import HttpService, HttpSettings
 from kvdepot.daemon.server.daemon import Daemon
 from kvdepot.daemon.server.listener import Listener
@@ -67,7 +68,7 @@ class HttpDaemon:
         token_file = None
         if token:
             token_file = folder / "token"
-            token_file.write_text(token + "\n")
+            write_private_file(token_file, f"{token}\n".encode())
         # A socket's path is short: the test's folder may be too long for it.
         self._place = tempfile.TemporaryDirectory()
         config = load(overrides={**small(folder / "kv"), **settings})

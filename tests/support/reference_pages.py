@@ -202,8 +202,8 @@ HTTP_INTRODUCTION: Final = """\
 The daemon serves this description as JSON at `/openapi.json`.
 
 If the daemon has a token (`--http-token-file`), requests to the paths marked `yes` must carry it.
-Without a token the daemon listens on the loopback address only, answers GET requests, hides the
-names of sessions and refuses changes.
+Without a token the daemon listens on the loopback address only, answers GET requests, replaces
+names of sessions and tenants, paths and addresses by pseudonyms, and refuses changes.
 """
 
 

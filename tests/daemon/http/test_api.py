@@ -19,12 +19,24 @@ from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.cli.report import Origin, Report
+from kvdepot.core.log import RateLimitedLog
+from kvdepot.core.private import write_private_file
+from kvdepot.daemon.http import service
 from kvdepot.daemon.http.changes import ChangeRunner, ChangeRunningError
 from kvdepot.daemon.http.guard import BODY_BYTES_MAX, AccessRules, Guard, RateLimit
 from kvdepot.daemon.http.service import HttpSettings
 from kvdepot.errors import ConfigError
 from kvdepot.store.metrics import values
-from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, prompt, put, small, space_of, tiers
+from kvdepot.testing.store_contract import (
+    BLOCK_BYTES,
+    LAYOUT,
+    TOKENS,
+    prompt,
+    put,
+    small,
+    space_of,
+    tiers,
+)
 
 TOKEN = "0123456789abcdef-token"
 
@@ -123,6 +135,35 @@ def test_names_of_sessions_are_for_those_with_the_token(
         ledger = one.get("/api/ledger")
         assert ledger.json["sessions"][0]["tokens"] == 3 * TOKENS
         assert ("alice" in ledger.text) is not hidden
+
+
+def test_without_a_token_tenants_and_paths_have_pseudonyms(tmp_path: Path) -> None:
+    tenants = {"acme": {"secret_hex": "c0ffee" * 8}}
+    with HttpDaemon(tmp_path, tenants=tenants) as daemon:
+        space = daemon.store.namespace(model="contract", layout=LAYOUT, tenant="acme")
+        keys = prompt(space, 1, 3)
+        put(daemon.store, keys)
+        assert daemon.store.flush()
+        daemon.store.sessions.name("alice's chat", keys)
+        assert daemon.store.match(keys)
+        into = bytearray(BLOCK_BYTES)
+        assert daemon.store.get_many(keys[:1], [into])
+        drive = daemon.store.stats()["tiers"]["ssd"]["drives"][0]["path"]
+        seen = ""
+        for path, methods in daemon.get("/openapi.json").json["paths"].items():
+            if "get" in methods and not path.endswith("/export"):
+                text = daemon.get(path).text
+                seen += text
+                for secret in (
+                    "acme",
+                    "alice",
+                    str(tmp_path),
+                    drive,
+                    str(daemon.daemon.describe()["socket"]),
+                ):
+                    assert secret not in text, path
+        assert re.search("tenant [0-9a-f]{8}", seen) and re.search("path [0-9a-f]{8}", seen)
+        assert 'drive="path ' in daemon.get("/metrics").text
 
 
 def test_without_the_right_token_nothing_is_told(daemon: HttpDaemon) -> None:
@@ -323,8 +364,9 @@ def test_a_flood_is_limited() -> None:
             await guard(dict(scope), receive, send)
         return found
 
-    assert asyncio.run(statuses("/metrics", 101)) == [200] * 100 + [429]
-    assert asyncio.run(statuses("/healthz", 50)) == [200] * 50, "health is not limited"
+    assert asyncio.run(statuses("/api/stats", 101)) == [200] * 100 + [429]
+    for path in ("/healthz", "/metrics"):
+        assert asyncio.run(statuses(path, 150)) == [200] * 150, "these are not limited"
 
 
 def test_one_change_at_a_time() -> None:
@@ -350,7 +392,7 @@ def test_other_addresses_need_a_token(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="needs a token") as caught:
             HttpSettings(host, 0).check()
         assert "--http-token-file" in caught.value.hint
-    (tmp_path / "short").write_text("secret\n")
+    write_private_file(tmp_path / "short", b"secret\n")
     with pytest.raises(ConfigError, match="less than 16"):
         HttpSettings("127.0.0.1", 0, tmp_path / "short").check()
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -360,16 +402,49 @@ def test_other_addresses_need_a_token(tmp_path: Path) -> None:
     HttpSettings("::1", 0).check()
 
 
+def test_files_with_secrets_must_be_private(tmp_path: Path) -> None:
+    token, cert, key = tmp_path / "token", tmp_path / "cert", tmp_path / "key"
+    write_private_file(token, TOKEN.encode())
+    write_private_file(key, b"key")
+    cert.write_text("certificate")
+    settings = HttpSettings("127.0.0.1", 0, token, cert, key)
+    for path, option in ((token, "--http-token-file"), (key, "--http-key")):
+        for mode in (0o644, 0o604, 0o601, 0o660):
+            path.chmod(mode)
+            with pytest.raises(ConfigError, match="may be accessed by other users") as caught:
+                settings.check()
+            assert str(caught.value).startswith(option)
+            assert caught.value.hint == f"chmod 600 {path}"
+        path.chmod(0o640)
+        settings.check()
+
+
+def test_a_token_in_the_clear_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_log", RateLimitedLog("kvdepot.http"))
+    cert = tmp_path / "cert"
+    HttpSettings("127.0.0.1", 0).warn()
+    HttpSettings("0.0.0.0", 0, cert_file=cert, key_file=cert).warn()
+    assert not caplog.messages
+    HttpSettings("0.0.0.0", 0).warn()
+    assert "--http 0.0.0.0 has no certificate: the token can be read" in caplog.messages[0]
+
+
 def test_requests_of_clients_are_timed(open_daemon: HttpDaemon) -> None:
     open_daemon.daemon.store.engine.state.events.took("request", 0.01, "match")
     text = open_daemon.get("/metrics").text
     assert 'kvdepot_request_duration_seconds_count{request="match"} 1' in text
 
 
-def test_what_is_logged_shows(open_daemon: HttpDaemon) -> None:
+def test_what_is_logged_shows_to_those_with_the_token(
+    open_daemon: HttpDaemon, daemon: HttpDaemon
+) -> None:
     logging.getLogger("kvdepot.volumes").warning("a drive is %s", "slow")
-    events = open_daemon.get("/api/events").json["events"]
+    events = daemon.get("/api/events").json["events"]
     assert events[0]["what"] == "a drive is slow" and events[0]["level"] == "warn"
+    assert open_daemon.get("/api/events").json["events"] == []
+    assert open_daemon.get("/api/overview").json["events"] == []
 
 
 def test_it_ends_with_the_daemon(tmp_path: Path) -> None:

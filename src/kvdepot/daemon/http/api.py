@@ -3,7 +3,7 @@
 Functions that are not coroutines may block: they run in threads.
 """
 
-import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
@@ -19,8 +19,9 @@ from kvdepot.daemon.http import bodies
 from kvdepot.daemon.http.archives import ARCHIVE, MEDIA, ArchiveMover
 from kvdepot.daemon.http.changes import ChangeRunner
 from kvdepot.daemon.http.events import RecentEvents
-from kvdepot.daemon.http.exposition import CONTENT_TYPE, render
-from kvdepot.daemon.http.guard import IMPORT_PATH, PREFIX_PATH
+from kvdepot.daemon.http.exposition import CONTENT_TYPE, MetricsPage, render
+from kvdepot.daemon.http.guard import IMPORT_PATH, PREFIX_PATH, RateLimit
+from kvdepot.daemon.http.hidden_names import NameHider
 from kvdepot.daemon.http.prefixes import longest_prefixes
 from kvdepot.daemon.server.daemon import Daemon
 from kvdepot.daemon.wire.frames import key_words
@@ -45,8 +46,22 @@ class Served:
 
     daemon: Daemon
     archives: ArchiveMover
+    metrics: MetricsPage
+    hides_names: bool
+    """Without a token names of sessions and tenants, paths and log lines are hidden."""
     events: RecentEvents = field(default_factory=RecentEvents)
     changes: ChangeRunner = field(default_factory=ChangeRunner)
+
+    @classmethod
+    def of(
+        cls, daemon: Daemon, archives: ArchiveMover, rate: float, *, hides_names: bool
+    ) -> "Served":
+        """The daemon, with metrics that are rendered `rate` times a second at most."""
+        limit = RateLimit(rate, 2 * rate, time.monotonic)
+        made: Served
+        metrics = MetricsPage(lambda: render(made.show(made.stats())), limit.allows)
+        made = cls(daemon, archives, metrics, hides_names)
+        return made
 
     @property
     def store(self) -> Store:
@@ -59,6 +74,16 @@ class Served:
     def stats(self) -> Answer:
         """The statistics that a client of the daemon gets."""
         return {**self.store.stats(), "daemon": self.daemon.describe()}
+
+    def show(self, answer: Answer) -> Answer:
+        """The answer, with pseudonyms in place of names if these are hidden."""
+        if not self.hides_names:
+            return answer
+        shown: Answer = NameHider(self.daemon.instance).hidden(answer)
+        return shown
+
+    def log_lines(self) -> list[Answer]:
+        return [] if self.hides_names else self.events.latest()
 
     def tags(self, name: str, namespace: str | None) -> list[bytes]:
         """Tags of the namespaces that have the session. NotThereError if there is none."""
@@ -79,10 +104,6 @@ async def _served(request: Request) -> Served:
     return found
 
 
-async def _is_trusted(request: Request) -> bool:
-    return bool(request.state.trusted)
-
-
 async def _need_token(request: Request) -> None:
     if not request.state.trusted:
         raise HTTPException(403, "this needs a token: start with --http-token-file FILE")
@@ -91,8 +112,6 @@ async def _need_token(request: Request) -> None:
 TOKEN: Final = Depends(HTTPBearer(scheme_name="token", auto_error=False))
 """Declares in /openapi.json that a path takes the token. The Guard checks it."""
 Here = Annotated[Served, Depends(_served)]
-Trusted = Annotated[bool, Depends(_is_trusted)]
-"""True if the request came with the token."""
 Tier = Annotated[str, Path(max_length=32)]
 health = APIRouter()
 router = APIRouter(dependencies=[TOKEN])
@@ -114,89 +133,78 @@ async def readyz(here: Here, response: Response) -> Answer:
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-def metrics(here: Here) -> Response:
+async def metrics(here: Here) -> Response:
     """The metrics as Prometheus text."""
-    return Response(render(here.stats()), headers={"content-type": CONTENT_TYPE})
+    return Response(await here.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
 @router.get("/api/overview")
-def overview(here: Here, trusted: Trusted) -> Answer:
-    """The data of the dashboard."""
+def overview(here: Here) -> Answer:
+    """The data of the dashboard. Without a token, names and log lines are hidden."""
     stats = here.stats()
-    return {
+    answer = {
         "stats": stats,
         "derived": derived(stats),
         "alerts": [alert.as_dict() for alert in alerts_of(stats)],
-        "events": here.events.latest(),
-        "sessions": {
-            order: _hidden(here.sessions.list(order, _SHOWN), here, trusted)
-            for order in ("busy", "cold")
-        },
+        "events": here.log_lines(),
+        "sessions": {order: here.sessions.list(order, _SHOWN) for order in ("busy", "cold")},
         "change": here.changes.last.as_dict(),
-        "names_hidden": not trusted,
+        "names_hidden": here.hides_names,
     }
+    return here.show(answer)
 
 
 @router.get("/api/stats")
 def stats(here: Here) -> Answer:
-    """The statistics of the store."""
-    return here.stats()
+    """The statistics of the store. Without a token, tenants and paths are hidden."""
+    return here.show(here.stats())
 
 
 @router.get("/api/tiers")
 def tiers(here: Here) -> Answer:
-    """The tiers and their drives."""
-    return {"tiers": here.store.stats()["tiers"]}
+    """The tiers and their drives. Without a token, paths are hidden."""
+    return here.show({"tiers": here.store.stats()["tiers"]})
 
 
 @router.get("/api/sessions")
-def sessions(here: Here, trusted: Trusted, asked: Annotated[bodies.SessionList, Query()]) -> Answer:
-    """The known sessions. Without the token their names are hidden."""
+def sessions(here: Here, asked: Annotated[bodies.SessionList, Query()]) -> Answer:
+    """The known sessions. Without a token, names of sessions and tenants are hidden."""
     found = here.sessions.list(asked.order, asked.limit)
-    return {"sessions": _hidden(found, here, trusted), "names_hidden": not trusted}
+    return here.show({"sessions": found, "names_hidden": here.hides_names})
 
 
 @router.get("/api/ledger")
-def ledger(here: Here, trusted: Trusted) -> Answer:
-    """Tokens served and GPU seconds saved, by tenant and session, and their value. Without the
-    token, names of sessions are hidden.
+def ledger(here: Here) -> Answer:
+    """Tokens served and GPU seconds saved, by tenant and session, and their value. Without a
+    token, names of sessions and tenants are hidden.
     """
-    found = here.store.admin.ledger()
-    _hidden(found["sessions"], here, trusted)
-    return found
-
-
-def _hidden(listed: list[Answer], here: Served, trusted: bool) -> list[Answer]:
-    """Replace the names of sessions by pseudonyms, for requests without the token."""
-    for one in listed if not trusted else ():
-        said = f"{one['namespace']} {one['name']}".encode()
-        digest = hashlib.blake2b(said, key=here.daemon.instance).hexdigest()
-        one["name"] = f"session {digest[:8]}"
-    return listed
+    return here.show(here.store.admin.ledger())
 
 
 @router.get("/api/config")
 def config(here: Here) -> Answer:
-    """The settings in force; secrets are masked."""
-    return {"config": show(here.daemon.config)}
+    """The settings in force; secrets are masked. Without a token, tenants, paths and addresses are
+    hidden.
+    """
+    return here.show({"config": show(here.daemon.config)})
 
 
 @router.get("/api/alerts")
 def alerts(here: Here) -> Answer:
-    """The present faults, each with an action."""
-    return {"alerts": [alert.as_dict() for alert in alerts_of(here.stats())]}
+    """The present faults, each with an action. Without a token, paths are hidden."""
+    return here.show({"alerts": [alert.as_dict() for alert in alerts_of(here.stats())]})
 
 
 @router.get("/api/events")
 def events(here: Here) -> Answer:
-    """The latest lines of the daemon's log."""
-    return {"events": here.events.latest()}
+    """The latest lines of the daemon's log. Without a token there are none."""
+    return {"events": here.log_lines()}
 
 
 @router.get("/api/change")
 def change(here: Here) -> Answer:
-    """The latest change and its result."""
-    return here.changes.last.as_dict()
+    """The latest change and its result. Without a token, paths are hidden."""
+    return here.show(here.changes.last.as_dict())
 
 
 changes = APIRouter(

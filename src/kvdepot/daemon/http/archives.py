@@ -5,7 +5,6 @@ long; the whole blocks that an import has received by then are kept.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Final
@@ -15,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from kvdepot.core.log import RateLimitedLog
 from kvdepot.errors import KVDepotError
 
 ARCHIVE_BYTES_MAX: Final = 64 << 30
@@ -26,7 +26,7 @@ ARCHIVE: Final[dict[str, Any]] = {MEDIA: {"schema": {"type": "string", "format":
 """The content of an archive, for /openapi.json."""
 _JOINED_BYTES: Final = 1 << 20
 """Small pieces are sent together, up to this many bytes."""
-_log: Final = logging.getLogger("kvdepot.http")
+_log: Final = RateLimitedLog("kvdepot.http")
 
 
 class ArchiveTooLargeError(Exception):

@@ -1,6 +1,8 @@
 """Writes the metrics of a store as Prometheus text, by prometheus-client."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Final
 
@@ -55,3 +57,33 @@ def _buckets(counts: list[int]) -> list[tuple[str, float]]:
 def render(stats: Stats) -> str:
     """Render a result of `stats` as Prometheus text."""
     return generate_latest(StatsCollector(stats)).decode()
+
+
+class MetricsPage:
+    """The metrics, rendered in a thread of their own. Used by one event loop.
+
+    A request gets a text that was rendered after it came, together with the others that came
+    meanwhile. Beyond the rate that `allows` permits it gets the latest text.
+    """
+
+    def __init__(self, render: Callable[[], str], allows: Callable[[], bool]) -> None:
+        self._render = render
+        self._allows = allows
+        self._thread = ThreadPoolExecutor(1, "kvdepot-http-metrics")
+        self._turn = asyncio.Lock()
+        self._begun = 0
+        self._latest = ""
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def text(self) -> str:
+        seen = self._begun
+        if self._latest and not self._allows():
+            return self._latest
+        async with self._turn:
+            if self._begun == seen:
+                self._begun += 1
+                loop = asyncio.get_running_loop()
+                self._latest = await loop.run_in_executor(self._thread, self._render)
+        return self._latest

@@ -2,7 +2,9 @@
 
 import ipaddress
 import logging
+import os
 import socket
+import stat
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,15 +24,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import kvdepot
+from kvdepot.core.log import RateLimitedLog, RepeatFilter
 from kvdepot.daemon.http import api
 from kvdepot.daemon.http.archives import ARCHIVE_BYTES_MAX, ArchiveMover
 from kvdepot.daemon.http.changes import ChangeRunningError
+from kvdepot.daemon.http.connections import BoundedServer
 from kvdepot.daemon.http.guard import RATE, AccessRules, Guard, refusal
 from kvdepot.daemon.server.daemon import Daemon
 from kvdepot.errors import ConfigError, KVDepotError, StateError, StoreClosedError
+from kvdepot.io.acceptor import BACKLOG, connections_max
 
 _TOKEN_BYTES_MIN: Final = 16
-_CONNECTIONS_MAX: Final = 64
+_OPEN_TO_OTHERS: Final = stat.S_IRWXO | stat.S_IWGRP
 _STOP_S: Final = 5.0
 _THREADS: Final = 2
 """Threads for calls that may block, except for those of archives."""
@@ -46,7 +51,7 @@ _PAGE: Final[dict[str, tuple[str, list[tuple[str, str]]]]] = {
     ),
 }
 """Paths of the dashboard: media type, and the files that make them."""
-_log: Final = logging.getLogger("kvdepot.http")
+_log: Final = RateLimitedLog("kvdepot.http")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +86,7 @@ class HttpSettings:
                 f"{self.host} can be reached from other machines, which needs a token",
                 hint="give --http-token-file FILE, or listen on 127.0.0.1",
             )
-        try:
-            found = self.token_file.read_bytes().strip()
-        except OSError as error:
-            reason = f"{self.token_file} cannot be read: {error.strerror or error}"
-            raise ConfigError("--http-token-file", reason) from error
+        found = _read_secret("--http-token-file", self.token_file).strip()
         if len(found) < _TOKEN_BYTES_MIN:
             raise ConfigError(
                 "--http-token-file",
@@ -102,6 +103,17 @@ class HttpSettings:
         for name, path in (("--http-cert", self.cert_file), ("--http-key", self.key_file)):
             if path is not None and not path.is_file():
                 raise ConfigError(name, f"{path} is not a file")
+        if self.key_file is not None:
+            _read_secret("--http-key", self.key_file)
+
+    def warn(self) -> None:
+        """Log what is unsafe and permitted."""
+        if not self.is_loopback and self.cert_file is None:
+            _log.warning(
+                "--http %s has no certificate: the token can be read on its way, and used "
+                "(give --http-cert and --http-key, or listen on 127.0.0.1)",
+                self.host,
+            )
 
     def listen(self) -> socket.socket:
         """Open a listening socket. ConfigError if the address cannot be used."""
@@ -113,7 +125,7 @@ class HttpSettings:
             try:
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 opened.bind(address)
-                opened.listen(_CONNECTIONS_MAX)
+                opened.listen(BACKLOG)
             except OSError:
                 opened.close()
                 raise
@@ -126,40 +138,58 @@ class HttpSettings:
         return opened
 
 
+def _read_secret(option: str, path: Path) -> bytes:
+    """The content of a file that only its owner and group may access. ConfigError otherwise."""
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & _OPEN_TO_OTHERS:
+                raise ConfigError(
+                    option,
+                    f"{path} may be accessed by other users (mode {mode:04o})",
+                    hint=f"chmod 600 {path}",
+                )
+            return file.read()
+    except OSError as error:
+        reason = f"{path} cannot be read: {error.strerror or error}"
+        raise ConfigError(option, reason) from error
+
+
 class HttpService:
     """Serves one daemon from `start` to `stop`."""
 
     def __init__(self, daemon: Daemon, settings: HttpSettings) -> None:
         settings.check()
-        self._served = api.Served(daemon, ArchiveMover(settings.archive_bytes_max))
+        token, rate = settings.token(), settings.requests_per_s
+        archives = ArchiveMover(settings.archive_bytes_max)
+        self._served = api.Served.of(daemon, archives, rate, hides_names=not token)
+        self._settings = settings
         self._socket = settings.listen()
         self.port: int = self._socket.getsockname()[1]
         scheme = "https" if settings.cert_file else "http"
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.url = f"{scheme}://{host}:{self.port}"
-        token = settings.token()
         hosts = set() if token else {"localhost", "127.0.0.1", "::1", settings.host}
-        rules = AccessRules(token, frozenset(hosts), settings.requests_per_s)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                Guard(make_app(self._served), rules),
-                http="h11",
-                loop="asyncio",
-                ws="none",
-                lifespan="on",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                limit_concurrency=_CONNECTIONS_MAX,
-                backlog=_CONNECTIONS_MAX,
-                timeout_graceful_shutdown=1,
-                ssl_certfile=settings.cert_file,
-                ssl_keyfile=settings.key_file,
-            )
+        limit = connections_max()
+        rules = AccessRules(token, frozenset(hosts), rate, limit // 2, limit // 4)
+        server = uvicorn.Config(
+            Guard(make_app(self._served), rules),
+            http="h11",
+            loop="asyncio",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=1,
+            ssl_certfile=settings.cert_file,
+            ssl_keyfile=settings.key_file,
         )
+        self._server = BoundedServer(server, self._socket, limit)
+        self._repeats = RepeatFilter()
         try:
-            self._server.config.load()
+            server.load()
         except OSError as error:
             self._socket.close()
             raise ConfigError("--http-cert", f"cannot be used: {error}") from error
@@ -168,7 +198,9 @@ class HttpService:
     def start(self) -> None:
         """Start the thread of the server. Does not block."""
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.error").addFilter(self._repeats)
         self._served.events.attach()
+        self._settings.warn()
         self._thread.start()
 
     def stop(self) -> None:
@@ -177,11 +209,13 @@ class HttpService:
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
         self._socket.close()
+        logging.getLogger("uvicorn.error").removeFilter(self._repeats)
         self._served.archives.close()
+        self._served.metrics.close()
         self._served.events.detach()
 
     def _run(self) -> None:
-        self._server.run(sockets=[self._socket])
+        self._server.run()
 
 
 class Refusal(BaseModel):
