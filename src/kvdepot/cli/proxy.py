@@ -20,12 +20,12 @@ from kvdepot.depot import Depot
 from kvdepot.errors import ExtraMissingError
 
 if TYPE_CHECKING:
-    from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
+    from kvdepot.adapters.llama_cpp.http_front import ProxyServer
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
+        from kvdepot.adapters.llama_cpp.http_front import ProxyServer
     except ImportError as error:
         raise ExtraMissingError("llama", str(error.name)) from error
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")

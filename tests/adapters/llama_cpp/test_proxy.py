@@ -16,7 +16,8 @@ from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.adapters.llama_cpp import proxy, server_watch
-from kvdepot.adapters.llama_cpp.http_relay import ProxyServer, api_key
+from kvdepot.adapters.llama_cpp.http_front import ProxyServer
+from kvdepot.adapters.llama_cpp.http_relay import api_key
 from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
 from kvdepot.adapters.llama_cpp.server_link import LinkSettings, PromptTiming, read_timing
 from kvdepot.adapters.llama_cpp.server_watch import check_options

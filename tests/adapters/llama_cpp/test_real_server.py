@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.adapters.hf import smollm2
-from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
+from kvdepot.adapters.llama_cpp.http_front import ProxyServer
 from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
 from kvdepot.adapters.llama_cpp.server_link import LinkSettings
 from kvdepot.depot import Depot

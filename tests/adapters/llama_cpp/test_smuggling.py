@@ -15,8 +15,8 @@ import h11
 import pytest
 
 import kvdepot
-from kvdepot.adapters.llama_cpp import http_relay
-from kvdepot.adapters.llama_cpp.http_relay import ProxyServer
+from kvdepot.adapters.llama_cpp import http_front
+from kvdepot.adapters.llama_cpp.http_front import ProxyServer
 from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
 from kvdepot.adapters.llama_cpp.server_link import LinkSettings
 
@@ -250,7 +250,7 @@ def test_long_heads_are_refused(front: tuple[str, int]) -> None:
 
 
 def test_long_bodies_are_refused(front: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_relay, "_BODY_MAX", 1000)
+    monkeypatch.setattr(http_front, "_BODY_MAX", 1000)
     ((status, _),) = talk(front, request("/long", "Content-Length: 1001\r\n", SMUGGLED), LAST)
     assert status == 413
     many = chunks(*[SMUGGLED] * 20)

@@ -1,16 +1,10 @@
-"""The HTTP side of the proxy: passes requests of clients to llama-server, and its answers back.
-
-h11 parses and frames every message on both sides. A request is read to its end before it is
-answered. If its framing is malformed, the answer is an error and the connection is closed: no byte
-after such a request is read as a request.
-"""
+"""One request to the proxy: passes it to llama-server, and the answer back, in a thread."""
 
 import contextlib
 import json
-import logging
 import select
 import socket
-import socketserver
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -18,8 +12,6 @@ import h11
 
 from kvdepot.adapters.llama_cpp.proxy import CHAT, COMPLETION, LlamaProxy, PreparedRequest
 
-_logger = logging.getLogger("kvdepot.llama")
-STATUS: Final = b"/kvdepot/status"
 _HOP_BY_HOP: Final = frozenset(
     {
         b"connection",
@@ -34,27 +26,18 @@ _HOP_BY_HOP: Final = frozenset(
     }
 )
 _HEAD_MAX: Final = 1 << 16
-_BODY_MAX: Final = 1 << 30
-_RECEIVE_BYTES: Final = 1 << 16
+RECEIVE_BYTES: Final = 1 << 16
 _TAIL_BYTES: Final = 1 << 14
 """The last bytes of an answer, which contain its timings."""
-_LINGER_S: Final = 1.0
-_LINGER_READS: Final = 64
+SEND_S: Final = 60.0
+"""A client that reads nothing for this time is disconnected."""
 
 
 class _ClientGoneError(Exception):
     """The client closed its connection before it had its answer."""
 
 
-class _RefusedError(Exception):
-    """A request that is answered with an error, after which the connection is closed."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class _Peer:
+class Peer:
     """One end of an HTTP connection: a socket and its h11 state."""
 
     def __init__(self, sock: socket.socket, role: type[h11.CLIENT] | type[h11.SERVER]) -> None:
@@ -67,104 +50,57 @@ class _Peer:
         while (event := self.http.next_event()) is h11.NEED_DATA:
             if self.http.they_are_waiting_for_100_continue:
                 self.send(h11.InformationalResponse(status_code=100, headers=[]))
-            self.http.receive_data(self.socket.recv(_RECEIVE_BYTES))
+            self.http.receive_data(self.socket.recv(RECEIVE_BYTES))
         return event
 
     def send(self, *events: h11.Event) -> None:
-        self.socket.sendall(b"".join(self.http.send(event) or b"" for event in events))
+        for event in events:
+            # Not joined: bodies are large.
+            self.socket.sendall(self.http.send(event) or b"")
 
-
-class ProxyServer(socketserver.ThreadingTCPServer):
-    """Listens for clients, with one thread for each connection."""
-
-    allow_reuse_address = True
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, address: tuple[str, int], proxy: LlamaProxy) -> None:
-        self.proxy = proxy
-        if ":" in address[0]:
-            self.address_family = socket.AF_INET6
-        super().__init__(address, _Handler)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """The handler catches disconnects; every other error is a fault of the proxy."""
-        _logger.exception("the proxy failed to answer %s", client_address)
-
-
-class _Handler(socketserver.BaseRequestHandler):
-    """One connection of a client."""
-
-    server: ProxyServer
-    _client: _Peer
-    _request: h11.Request | None
-    """The request that is being answered; None before its head has been read."""
-
-    def handle(self) -> None:
-        self._client = _Peer(self.request, h11.SERVER)
-        http = self._client.http
+    def run_blocking(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Run `work` in this thread, with a socket that blocks for SEND_S at most."""
+        self.socket.settimeout(SEND_S)
         try:
-            while self._serve_next() and http.our_state is http.their_state is h11.DONE:
-                http.start_next_cycle()
-        except h11.RemoteProtocolError as error:
-            self._fail(error.error_status_hint, f"malformed request: {error}")
-        except _RefusedError as error:
-            self._fail(error.status, str(error))
-        except OSError as error:
-            _logger.debug("a client disconnected: %s", error)
+            work(*arguments)
+        finally:
+            self.socket.setblocking(False)
 
-    def finish(self) -> None:
-        """Read what the client still sends: if the socket were closed with unread bytes, the kernel
-        would reset the connection, and the client might lose the answer."""
-        with contextlib.suppress(OSError):
-            self.request.shutdown(socket.SHUT_WR)
-            self.request.settimeout(_LINGER_S)
-            for _ in range(_LINGER_READS):
-                if not self.request.recv(_RECEIVE_BYTES):
-                    break
+    def error_answer(self, request: h11.Request | None, status: int, message: str) -> bytes:
+        """The bytes of an answer with an error, after which the connection is closed."""
+        error = {"code": int(status), "message": message, "type": "proxy_error"}
+        closes = [(b"Connection", b"close")]
+        try:
+            events = _json_answer(request, status, {"error": error}, closes)
+            return b"".join(self.http.send(event) or b"" for event in events)
+        except h11.LocalProtocolError:  # an answer has begun
+            return b""
 
-    def _serve_next(self) -> bool:
-        """Read one request and answer it. Returns False if there is no further request."""
-        self._request = None
-        request = self._client.receive()
-        if not isinstance(request, h11.Request):
-            return False
+
+class Exchange:
+    """One request of a client and its answer."""
+
+    def __init__(self, proxy: LlamaProxy, client: Peer, request: h11.Request) -> None:
+        self._proxy = proxy
+        self._client = client
         self._request = request
-        body = self._read_body(request)
-        proxy = self.server.proxy
-        path = request.target.partition(b"?")[0]
-        if path == STATUS:
-            self._answer(HTTPStatus.OK, proxy.status())
-            return True
+
+    def serve(self, body: bytes) -> None:
+        """Answer a request with this body."""
+        request, proxy = self._request, self._proxy
         proxy.counters.add(requests=1)
         if request.method != b"POST":
             self._pass_on(request, body)
-            return True
+            return
         with proxy.watch.request():
-            self._post(request, path.decode(), body)
-        return True
+            self._post(request, path_of(request).decode(), body)
 
-    def _read_body(self, request: h11.Request) -> bytes:
-        """The request's body, to its end."""
-        headers = dict(request.headers)
-        if b"content-length" in headers and b"transfer-encoding" in headers:
-            reason = "the request has both Content-Length and Transfer-Encoding"
-            raise _RefusedError(HTTPStatus.BAD_REQUEST, reason)
-        if request.method == b"CONNECT":
-            raise _RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "CONNECT is not supported")
-        expected, body = int(headers.get(b"content-length", b"0")), bytearray()
-        while expected <= _BODY_MAX:
-            event = self._client.receive()
-            if not isinstance(event, h11.Data):
-                return bytes(body)
-            body += event.data
-            expected = max(expected, len(body))
-        reason = f"the body exceeds {_BODY_MAX} bytes"
-        raise _RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+    def answer(self, status: int, value: Callable[[], dict[str, Any]]) -> None:
+        self._client.send(*_json_answer(self._request, status, value()))
 
     def _post(self, request: h11.Request, path: str, body: bytes) -> None:
         """Pass on a request that may use a slot."""
-        proxy, key = self.server.proxy, api_key(request)
+        proxy, key = self._proxy, api_key(request)
         plain = proxy.keep_apart(key, body)
         ready = proxy.prepare(path, body, key) if path in CHAT | COMPLETION else None
         if ready is None:
@@ -184,11 +120,11 @@ class _Handler(socketserver.BaseRequestHandler):
         """Send a request to the server and its answer to the client. If the server refuses a
         request that is `ready`, send it with `body` and without a slot. Returns the last bytes of
         the answer, and whether the server answered the ready request well and completely."""
-        proxy = self.server.proxy
+        proxy = self._proxy
         link = proxy.link
         try:
             with socket.create_connection((link.host, link.port)) as connected:
-                server = _Peer(connected, h11.CLIENT)
+                server = Peer(connected, h11.CLIENT)
                 response = self._ask(server, request, body, ready)
                 if ready is None or response.status_code < HTTPStatus.BAD_REQUEST:
                     return self._relay(server, response)
@@ -202,20 +138,20 @@ class _Handler(socketserver.BaseRequestHandler):
         return self._pass_on(request, body)[0], False
 
     def _ask(
-        self, server: _Peer, request: h11.Request, body: bytes, ready: PreparedRequest | None
+        self, server: Peer, request: h11.Request, body: bytes, ready: PreparedRequest | None
     ) -> h11.Response:
         """Send a request, and wait for the head of the answer."""
         if ready is not None:
             body = ready.body
         headers = _end_to_end(request, {b"content-length", b"expect"})
         if not any(name.lower() == b"host" for name, _ in headers):  # HTTP/1.0
-            headers.append((b"Host", self.server.proxy.link.host.encode()))
+            headers.append((b"Host", self._proxy.link.host.encode()))
         if body or request.method in (b"POST", b"PUT", b"PATCH"):
             headers.append((b"Content-Length", b"%d" % len(body)))
         start = h11.Request(method=request.method, target=request.target, headers=headers)
         server.send(start, h11.Data(data=body), h11.EndOfMessage())
         if ready is not None:
-            self.server.proxy.launched(ready, lambda: _has_begun(server.socket))
+            self._proxy.launched(ready, lambda: _has_begun(server.socket))
         self._wait(server.socket)
         while isinstance(response := server.receive(), h11.InformationalResponse):
             pass
@@ -234,7 +170,7 @@ class _Handler(socketserver.BaseRequestHandler):
                 raise _ClientGoneError
             poll.unregister(client)  # it has already sent its next request
 
-    def _relay(self, server: _Peer, response: h11.Response) -> tuple[bytes, bool]:
+    def _relay(self, server: Peer, response: h11.Response) -> tuple[bytes, bool]:
         # With chunked encoding a Content-Length is ignored: it may be wrong.
         chunked = any(name == b"transfer-encoding" for name, _ in response.headers)
         headers = _end_to_end(response, {b"content-length"} if chunked else set())
@@ -255,26 +191,30 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def _fail(self, status: int, message: str) -> None:
         """Answer with an error, after which the connection is closed."""
-        error = {"code": int(status), "message": message, "type": "proxy_error"}
         with contextlib.suppress(OSError):
-            self._answer(status, {"error": error}, [(b"Connection", b"close")])
+            self._client.socket.sendall(self._client.error_answer(self._request, status, message))
 
-    def _answer(
-        self, status: int, value: dict[str, Any], more: list[tuple[bytes, bytes]] | None = None
-    ) -> None:
-        content = json.dumps(value).encode()
-        headers = [
-            (b"Content-Type", b"application/json"),
-            (b"Content-Length", b"%d" % len(content)),
-            *(more or []),
-        ]
-        if self._request is not None and self._request.method == b"HEAD":
-            content = b""
-        self._client.send(
-            h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase),
-            h11.Data(data=content),
-            h11.EndOfMessage(),
-        )
+
+def path_of(request: h11.Request) -> bytes:
+    return bytes(request.target.partition(b"?")[0])
+
+
+def _json_answer(
+    request: h11.Request | None,
+    status: int,
+    value: dict[str, Any],
+    more: list[tuple[bytes, bytes]] | None = None,
+) -> tuple[h11.Event, ...]:
+    content = json.dumps(value).encode()
+    headers = [
+        (b"Content-Type", b"application/json"),
+        (b"Content-Length", b"%d" % len(content)),
+        *(more or []),
+    ]
+    if request is not None and request.method == b"HEAD":
+        content = b""
+    start = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase)
+    return start, h11.Data(data=content), h11.EndOfMessage()
 
 
 def api_key(request: h11.Request) -> bytes:

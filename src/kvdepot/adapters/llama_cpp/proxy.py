@@ -18,6 +18,7 @@ import mmap
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from kvdepot.adapters.llama_cpp.sequence_state import (
 )
 from kvdepot.adapters.llama_cpp.server_link import (
     SLOT_FILE,
+    KeyRefusedError,
     LinkSettings,
     LlamaServerLink,
     read_timing,
@@ -59,6 +61,8 @@ _FORGOTTEN_S: Final = 1.0
 save off while its slot is busy, and may forget it if several slots end together."""
 _SAVE_LIMIT_S: Final = 60.0
 _REPORT_LIMIT_S: Final = 10.0
+_ACCEPTED_S: Final = 60.0
+_ACCEPTED_MAX: Final = 1024
 
 
 @dataclass
@@ -131,9 +135,11 @@ class LlamaProxy:
         self.counters = ProxyCounters()
         self._depot = depot
         self._lock = threading.Lock()
-        """Guards the two fields below."""
+        """Guards the three fields below."""
         self._users: set[bytes] = set()
         """The first two users of slots."""
+        self._accepted: OrderedDict[bytes, float] = OrderedDict()
+        """Users whose keys llama-server has accepted, and until when that counts."""
         self._reports: dict[bytes, PrefillReport] = {}
         """Reports by the tag of the model's namespace."""
         self._savers = ThreadPoolExecutor(_SAVERS, "kvdepot-llama-save")
@@ -168,6 +174,23 @@ class LlamaProxy:
             **self.counters.as_dict(),
             **audits,
         }
+
+    def accepts(self, key: bytes) -> bool:
+        """False if llama-server refuses this API key. It is asked once in _ACCEPTED_S; it checks
+        the key of the request itself, too. Raises one of FAILURES if it does not answer."""
+        user, now = user_of(key), time.monotonic()
+        with self._lock:
+            if self._accepted.get(user, now) > now:
+                return True
+        try:
+            self._link_with(key).call("/tokenize", {"content": ""})
+        except KeyRefusedError:
+            return False
+        with self._lock:
+            self._accepted[user] = now + _ACCEPTED_S
+            if len(self._accepted) > _ACCEPTED_MAX:
+                self._accepted.popitem(last=False)
+        return True
 
     def keep_apart(self, key: bytes, body: bytes) -> bytes:
         """The body for a request whose slot the server chooses. From the second user on such a
@@ -261,12 +284,15 @@ class LlamaProxy:
     def _tokenize(self, path: str, request: dict[str, Any], key: bytes) -> Tokens:
         """The tokens of a prompt. The server is always asked, with the API key of the request: a
         key that it refuses gets no namespace."""
-        link = LlamaServerLink(replace(self.link.settings, api_key=key.decode("latin-1")))
+        link = self._link_with(key)
         prompt = (link.call("/apply-template", request) if path in CHAT else request)["prompt"]
         if isinstance(prompt, str):
             return np.asarray(link.tokenize(prompt), np.int32)
         link.tokenize("")
         return np.asarray(prompt, np.int32)
+
+    def _link_with(self, key: bytes) -> LlamaServerLink:
+        return LlamaServerLink(replace(self.link.settings, api_key=key.decode("latin-1")))
 
     def _restore(
         self,

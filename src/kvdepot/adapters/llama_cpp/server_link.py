@@ -28,10 +28,15 @@ _SAVE_S: Final = 3600.0
 """A slot is saved when its request has ended; llama-server's own limit."""
 _LOOK_S: Final = 0.1
 _LISTENING: Final = "0A"
+_KEY_REFUSED: Final = (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN)
 SLOT_FILE: Final = "kvdepot-"
 _TIMINGS: Final = re.compile(
     rb'"(cache_n|prompt_n|prompt_ms|predicted_n)"\s*:\s*([0-9.eE+-]{1,32})'
 )
+
+
+class KeyRefusedError(ModelError):
+    """llama-server refuses the API key of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,8 @@ class LlamaServerLink:
             error_fields = answer.get("error") if isinstance(answer, dict) else None
             message = error_fields.get("message") if isinstance(error_fields, dict) else None
             reason = message or f"status {response.status}"
-            raise ModelError(f"llama-server refused {path}: {reason}")
+            refused = KeyRefusedError if response.status in _KEY_REFUSED else ModelError
+            raise refused(f"llama-server refused {path}: {reason}")
         return answer
 
     def tokenize(self, text: str) -> list[int]:
