@@ -62,8 +62,11 @@ class ClientProcess:
 
     def end(self) -> list[Any]:
         """Wait for its end, which must be a good one."""
-        said, _ = self.process.communicate()
-        assert self.process.returncode == 0
+        assert self.process.stdout is not None and self.process.stdin is not None
+        self.process.stdin.close()
+        said = self.process.stdout.read()  # communicate() would lose what readline() has buffered
+        self.process.stdout.close()
+        assert self.process.wait() == 0
         return [json.loads(line) for line in said.splitlines()]
 
     def __enter__(self) -> "ClientProcess":

@@ -301,7 +301,7 @@ def frames() -> st.SearchStrategy[bytes]:
         st.sampled_from(QUESTIONS),
         st.integers(0, 255),
     )
-    right = st.sampled_from(NONSENSE).map(lambda pair: pair[1])
+    right = st.sampled_from([body for _, body in NONSENSE if len(body) < 4096])
     cut = st.builds(lambda body, at: body[:at], right, st.integers(0, 64))
     bodies = st.one_of(st.binary(max_size=200), right, cut, st.builds(bytes, st.integers(0, 4096)))
     return st.one_of(st.builds(lambda head, body: head + body, heads, bodies), st.binary())
