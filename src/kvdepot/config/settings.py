@@ -50,7 +50,7 @@ Seconds = Annotated[float, Unit.SECONDS]
 class DramConfig:
     """The memory tier. `dram = "2GiB"` alone means its capacity."""
 
-    DEVELOPER: ClassVar[str] = "shared"
+    DEVELOPER: ClassVar[str] = "shared client_share client_time"
 
     SHORTHAND: ClassVar[str] = "capacity"
 
@@ -77,8 +77,20 @@ class DramConfig:
     prefault: bool = True
     """Touch all the memory when the store opens, so that no first use is slow."""
 
+    client_share: float = 0.25
+    """Share of `dram.capacity` that the leases and reserved slots of one client of a daemon may
+    take. Further leased blocks are delivered, but not protected from eviction; further slots are
+    throttled."""
+
+    client_time: Seconds = 600.0
+    """The longest a client of a daemon may hold a lease or slots; then it is disconnected."""
+
     def __post_init__(self) -> None:
         _check_size("dram.capacity", self.capacity)
+        if not 0 < self.client_share <= 1:
+            reason = f"must be more than 0 and at most 1, got {self.client_share}"
+            raise ConfigError("dram.client_share", reason)
+        _check_positive("dram.client_time", self.client_time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

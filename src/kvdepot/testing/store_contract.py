@@ -54,9 +54,16 @@ OpenDepot = Callable[..., Depot]
 
 
 def small(path: Path) -> dict[str, Any]:
-    """Settings of a store in `path` whose memory is full after some dozens of blocks."""
+    """Settings of a store in `path` whose memory is full after some dozens of blocks, which one
+    client of a daemon may hold.
+    """
     return {
-        "dram": {"capacity": 2 << 20, "prefault": False, "huge_pages": "never"},
+        "dram": {
+            "capacity": 2 << 20,
+            "prefault": False,
+            "huge_pages": "never",
+            "client_share": 1.0,
+        },
         "ssd": {"path": str(path), "capacity": 16 << 20, "segment": 1 << 20},
         "writeback": {"staging": 2 << 20},
     }

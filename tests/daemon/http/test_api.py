@@ -66,7 +66,7 @@ def test_health_readiness_and_the_document(open_daemon: HttpDaemon) -> None:
     assert taken["security"] == [{"token": []}] and "422" not in taken["responses"]
     for path in ("/docs", "/redoc"):
         assert open_daemon.get(path).status == 404, "they would load scripts from other hosts"
-    open_daemon.daemon._stopping = True
+    open_daemon.daemon.loop.is_stopping = True
     assert open_daemon.get("/readyz").status == 503
 
 

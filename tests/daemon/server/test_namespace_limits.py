@@ -1,6 +1,5 @@
 """What one client may register, and what is left of it when the client goes."""
 
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from tests.support.stores import settings
 import kvdepot
 from kvdepot.core.requests import BlockSize
 from kvdepot.daemon.server.client_resources import ClientLimits, ClientResources, ServerCounters
-from kvdepot.daemon.wire.frames import Channel, Peer
+from kvdepot.daemon.wire.frames import Channel
 from kvdepot.daemon.wire.versions import PROTOCOL
 from kvdepot.errors import ConfigError
 from kvdepot.store.store import Store
@@ -35,10 +34,9 @@ def tag(number: int) -> bytes:
 
 def test_a_client_may_register_so_many_namespaces(store: Store) -> None:
     engine, counters = store.engine, ServerCounters()
-    peer = Peer(os.getpid(), os.getuid(), os.getgid())
-    one, two = (ClientResources(engine, LIMITS, counters, peer, PROTOCOL) for _ in range(2))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel = Channel(ours)
+    one, two = (ClientResources(engine, LIMITS, counters, channel, PROTOCOL) for _ in range(2))
     assert one.join(channel)
     for number in (1, 2, 3, 1):
         one.register(tag(number), SIZE, b"{}")

@@ -20,7 +20,7 @@ import kvdepot
 from kvdepot.cli.main import main
 from kvdepot.daemon.client import connections
 from kvdepot.daemon.server.listener import Listener
-from kvdepot.daemon.wire.versions import PROTOCOL, SpokenVersions
+from kvdepot.daemon.wire.versions import PROTOCOL, PROTOCOL_OLDEST, SpokenVersions
 from kvdepot.errors import DaemonError
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for
@@ -173,7 +173,7 @@ def test_a_client_of_another_version_names_both(
 ) -> None:
     with kvdepot.open(daemon.address) as store:
         monkeypatch.setattr(connections, "_SPOKEN", SpokenVersions(77, 78, 1, 1))
-        spoken = rf"protocol {PROTOCOL},.*protocol 77 to 78,"
+        spoken = rf"protocol {PROTOCOL_OLDEST} to {PROTOCOL},.*protocol 77 to 78,"
         with pytest.raises(DaemonError, match=spoken) as caught:
             kvdepot.open(daemon.address)
         assert "same version" in caught.value.hint

@@ -69,8 +69,8 @@ def test_a_call_that_an_old_daemon_does_not_know_is_one_error_and_costs_nothing(
         assert len(store.match(keys)) == 2
         facts = store.stats()
         assert facts["client"]["lost"] == 0
-        mine = [one for one in facts["daemon"]["sessions"] if one["protocol"] == PROTOCOL_OLDEST]
-        assert len(mine) == 1, "the daemon tells which of its clients are old"
+        mine = [one for one in facts["daemon"]["sessions"] if one["protocol"] == PROTOCOL]
+        assert len(mine) == 1, "the daemon tells what its clients speak"
 
 
 def test_a_refusal_for_another_reason_is_not_taken_for_the_versions(

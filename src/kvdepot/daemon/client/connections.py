@@ -145,7 +145,13 @@ class Link:
     def is_open(self) -> bool:
         return self._channel.is_open()
 
+    def end(self) -> None:
+        """Close the connection, also for a forked child that has its socket."""
+        self._channel.cut()
+        self._channel.close()
+
     def close(self) -> None:
+        """Close this process's copy of the socket."""
         self._channel.close()
 
     def _too_new(self, kind: FrameKind) -> DaemonError:
@@ -278,19 +284,19 @@ class Connections:
         """
         self._changed = threading.Condition()
         self._over = True
-        self._close()
+        self._close(Link.close)
 
     def _close_if_unused(self) -> None:
         """Lock held."""
         if self._over and not self._users:
-            self._close()
+            self._close(Link.end)
 
-    def _close(self) -> None:
+    def _close(self, close_link: Callable[[Link], None]) -> None:
         if self._closed:
             return
         self._closed = True
         for link in self._links:
-            link.close()
+            close_link(link)
         self.arena.close()
         self.staging.close()
 

@@ -109,6 +109,7 @@ class RemoteLease(Lease):
 
         def hand_over(frame: Frame, first: int, count: int) -> None:
             arrivals = []
+            lasting = not frame.flags & Flag.LENT
             for location, index, staged in arrivals_of(frame, count)[1].tolist():
                 memory = connections.staging if staged else connections.arena
                 at = first - asked.start + index
@@ -116,7 +117,7 @@ class RemoteLease(Lease):
                 if not holds_key(memory.view, location, self.keys[first + index]):
                     wrong.add(at)
                     continue
-                arrivals.append(Arrival(first + index, view, not staged))
+                arrivals.append(Arrival(first + index, view, lasting))
             if arrivals:
                 sink(arrivals)
 

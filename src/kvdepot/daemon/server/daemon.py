@@ -27,7 +27,6 @@ from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.namespace import FORMAT_VERSION
 from kvdepot.daemon.server.client_resources import (
     HELLO_TIMEOUT_S,
-    LINGER_S,
     ClientLimits,
     ClientResources,
     ServerCounters,
@@ -53,6 +52,9 @@ _SWITCH_S: Final = 0.00005
 wait for other threads."""
 _STOP_S: Final = 30.0
 _PAUSE_S: Final = 0.1
+_LOOK_S: Final = 1.0
+"""Interval at which clients that hold leases for too long are looked for."""
+_CLOSED: Final = select.POLLHUP | select.POLLERR
 _IDLE_S: Final = 5.0
 """A worker thread ends after this time without work."""
 QUICK: Final = frozenset(
@@ -88,6 +90,11 @@ class Connection:
     def client(self) -> ClientResources | None:
         return self._client
 
+    @property
+    def is_over(self) -> bool:
+        """True if its client was disconnected, or its process has ended."""
+        return self._client is not None and self._client.over
+
     def on_readable(self) -> None:
         """Serve a frame, or pass it to a worker. Called by the loop when one arrived. Does not
         block.
@@ -100,7 +107,7 @@ class Connection:
             job = self.end if frame is None else partial(self.serve_frames, frame)
         except Exception as error:  # see _drop_client
             job = partial(self._drop_client, error)
-        self._daemon.run_in_thread(self, job)
+        self._daemon.loop.run_in_thread(self, job)
 
     def end(self) -> None:
         """Close. Release the client's resources if this was its last connection."""
@@ -127,8 +134,7 @@ class Connection:
             else:
                 self._serve(frame)
             if self._handler is not None and self._serve_on():
-                self.channel.is_patient = False
-                self._daemon.return_to_loop(self)
+                self._return_to_loop()
                 return
         except Exception as error:  # see _drop_client
             self._drop_client(error)
@@ -138,22 +144,30 @@ class Connection:
     def _serve_on(self) -> bool:
         """Serve frames until none arrives within _STAY_S. False if the client has closed."""
         with contextlib.suppress(BlockingIOError):
-            while (frame := self.channel.receive(_STAY_S)) is not None:
+            while not self.is_over:
+                frame = self.channel.receive(_STAY_S)
+                if frame is None:
+                    return False
                 self._serve(frame)
-            return False
         return True
 
+    def _return_to_loop(self) -> None:
+        self.channel.is_patient = False
+        if not self._daemon.loop.take_back(self):
+            self.end()
+
     def _serve(self, frame: Frame) -> None:
-        if self._client is None or self._handler is None or self._client.over:
+        if self._handler is None or self.is_over:
             return
         self._daemon.counters.count("requests")
         self._handler.serve(frame)
 
     def _drop_client(self, error: Exception) -> None:
-        """End the session after an error, and give the client time to stop using the memory.
+        """End the session after an error. The client keeps what it holds until it has closed its
+        connections, or its process has ended: it may be using the memory.
 
         Called for every exception of a handler, because the client would wait for its answer for
-        ever. The request may be half done, so all resources of the client are released.
+        ever. The request may be half done, so all resources of the client are released in the end.
         """
         if isinstance(error, WireError):
             self._daemon.counters.count("malformed")
@@ -164,11 +178,11 @@ class Connection:
             self._daemon.counters.count("failed")
             said = "a request of process %d failed by a bug in kvdepot, disconnected"
             _log.error(said, self._pid, cause=error)
-        if self._client is not None:
+        if self._client is None:
+            self.end()
+        else:
             self._client.hang_up()
-            self.channel.drain(LINGER_S)
-            self._client.hang_up(Channel.cut)
-        self.end()
+            self._return_to_loop()
 
     def _greet(self) -> RequestHandler | None:
         """Receive HELLO and answer it. Returns the handler of the client; None
@@ -236,6 +250,132 @@ class Connection:
             self.channel.send(FrameKind.WELCOME, serial, body)
 
 
+class Loop:
+    """Waits for frames on idle connections, for new connections, and for the end of clients'
+    processes. Calls what must happen then.
+    """
+
+    def __init__(
+        self, listener: Listener, workers: "WorkerThreads", on_look: Callable[[], None]
+    ) -> None:
+        """`on_look` is called every _LOOK_S while there are clients."""
+        self._listener = listener
+        self._workers = workers
+        self._on_look = on_look
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        """Guards the two lists that other threads append to."""
+        self._idle: dict[int, Connection] = {}
+        """Idle connections by descriptor. Only the loop changes it."""
+        self._returned: list[Connection] = []
+        self._watched: dict[int, ClientResources] = {}
+        """Clients by pidfd. Only the loop changes it."""
+        self._forgotten: list[ClientResources] = []
+        self._poll = select.poll()
+        self.is_stopping = False
+        self._has_ended = False
+
+    def run(self, accept: Callable[[], None]) -> None:
+        """Wait and serve until `stop`. `accept` is called for a new connection. Blocks."""
+        self._poll.register(self._wake, select.POLLIN)
+        self._poll.register(self._listener, select.POLLIN)
+        look_s = 0.0
+        while not self.is_stopping:
+            has_clients = self._idle or self._watched
+            events = self._poll.poll(_LOOK_S * 1000 if has_clients else None)
+            for fd, event in events:
+                if fd == self._wake:
+                    self._take_returned()
+                elif fd == self._listener.fileno():
+                    accept()
+                elif fd in self._watched:
+                    self._watched[fd].hang_up(Channel.cut)
+                    self._unwatch(fd)
+                elif fd in self._idle:
+                    self._on_event(self._idle[fd], event)
+            if has_clients and (now_s := time.monotonic()) >= look_s:
+                look_s = now_s + _LOOK_S
+                self._on_look()
+
+    def stop(self) -> None:
+        self.is_stopping = True
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Close the descriptors, after all connections have ended."""
+        self._close_forgotten()
+        os.close(self._wake)
+
+    def end(self) -> list[Connection]:
+        """Take back no more connections. Returns those that no worker thread serves. Called after
+        `run`.
+        """
+        with self._lock:
+            self._has_ended = True
+            return [*self._idle.values(), *self._returned]
+
+    def run_in_thread(self, connection: Connection, job: Job) -> None:
+        """Pass an idle connection to a worker thread. Called by the loop."""
+        fd = connection.channel.fileno()
+        del self._idle[fd]
+        self._poll.unregister(fd)
+        self._workers.run(job)
+
+    def take_back(self, connection: Connection) -> bool:
+        """Wait for frames of a connection; if its client is over, only for the peer to close it.
+        Called by the thread that served it. False: the loop has ended.
+        """
+        with self._lock:
+            if self._has_ended:
+                return False
+            self._returned.append(connection)
+        os.eventfd_write(self._wake, 1)
+        return True
+
+    def forget(self, client: ClientResources) -> None:
+        """Stop watching a client that has ended."""
+        with self._lock:
+            self._forgotten.append(client)
+        os.eventfd_write(self._wake, 1)
+
+    def _on_event(self, connection: Connection, event: int) -> None:
+        if not connection.is_over:
+            connection.on_readable()
+        elif event & _CLOSED:
+            self.run_in_thread(connection, connection.end)
+        else:  # frames of a client that was disconnected are not read
+            self._poll.modify(connection.channel.fileno(), 0)
+
+    def _take_returned(self) -> None:
+        os.eventfd_read(self._wake)
+        with self._lock:
+            returned, self._returned = self._returned, []
+        for connection in returned:
+            self._watch(connection.client)
+            fd = connection.channel.fileno()
+            self._idle[fd] = connection
+            self._poll.register(fd, 0 if connection.is_over else select.POLLIN)
+        self._close_forgotten()
+
+    def _close_forgotten(self) -> None:
+        with self._lock:
+            forgotten, self._forgotten = self._forgotten, []
+        for client in forgotten:
+            self._unwatch(client.pidfd)
+            if client.pidfd >= 0:
+                os.close(client.pidfd)
+
+    def _watch(self, client: ClientResources | None) -> None:
+        """Watch for the end of a client's process: its child may keep the sockets open."""
+        if client is not None and client.pidfd >= 0 and client.pidfd not in self._watched:
+            self._watched[client.pidfd] = client
+            self._poll.register(client.pidfd, select.POLLIN)
+
+    def _unwatch(self, pidfd: int) -> None:
+        if self._watched.pop(pidfd, None) is not None:
+            self._poll.unregister(pidfd)
+
+
 class Daemon:
     """Serves the store of `config` on a listener, from `run` until `stop`."""
 
@@ -256,56 +396,35 @@ class Daemon:
         """Settings that were not read from this file, such as those of the command line."""
         self._listener = listener
         self._workers = WorkerThreads("kvdepot-client")
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.loop = Loop(listener, self._workers, self._end_overdue)
         self._changed = threading.Condition()
         self._clients: dict[bytes, ClientResources] = {}
         self._connections: set[Connection] = set()
-        self._idle: dict[int, Connection] = {}
-        """Idle connections by descriptor. Only the loop changes it."""
-        self._returned: list[Connection] = []
-        self._watched: dict[int, ClientResources] = {}
-        """Clients by pidfd. Only the loop changes it."""
-        self._forgotten: list[ClientResources] = []
-        self._poll = select.poll()
-        self._stopping = False
         self._started = time.monotonic()
 
     def run(self) -> None:
         """Serve clients until `stop`. Blocks."""
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
-        self._poll.register(self._wake, select.POLLIN)
-        self._poll.register(self._listener, select.POLLIN)
         try:
-            while not self._stopping:
-                for fd, _ in self._poll.poll():
-                    if fd == self._wake:
-                        self._take_returned()
-                    elif fd == self._listener.fileno():
-                        self._accept()
-                    elif fd in self._watched:
-                        self._watched[fd].hang_up(Channel.cut)
-                        self._unwatch(fd)
-                    elif fd in self._idle:
-                        self._idle[fd].on_readable()
+            self.loop.run(self._accept)
         finally:
             sys.setswitchinterval(before)
 
     @property
     def is_stopping(self) -> bool:
-        return self._stopping
+        return self.loop.is_stopping
 
     def stop(self) -> None:
         """Make `run` return. May be called from a signal handler, and twice."""
-        self._stopping = True
-        os.eventfd_write(self._wake, 1)
+        self.loop.stop()
 
     def close(self, timeout_s: float = _STOP_S) -> FlushReport:
         """End all sessions, flush and close the store, remove the socket.
         Blocks for `timeout_s`.
         """
+        idle = self.loop.end()
         with self._changed:
-            idle = [*self._idle.values(), *self._returned]
             others = self._connections.difference(idle)
         for connection in others:
             connection.channel.cut()
@@ -314,10 +433,9 @@ class Daemon:
         with self._changed:
             self._changed.wait_for(lambda: not self._connections, timeout_s)
         self._workers.close()
-        self._close_forgotten()
         report = self.store.close(timeout_s)
         self._listener.close()
-        os.close(self._wake)
+        self.loop.close()
         return report
 
     def join_client(self, token: bytes, channel: Channel, protocol: int) -> ClientResources | None:
@@ -328,7 +446,7 @@ class Daemon:
                 return None
             if token == NO_TOKEN and len(self._clients) < self.limits.clients:
                 client = ClientResources(
-                    self.store.engine, self.limits, self.counters, channel.peer(), protocol
+                    self.store.engine, self.limits, self.counters, channel, protocol
                 )
                 self._clients[client.token] = client
                 self.counters.count("sessions")
@@ -340,26 +458,12 @@ class Daemon:
     def forget(self, client: ClientResources) -> None:
         with self._changed:
             self._clients.pop(client.token, None)
-            self._forgotten.append(client)
-        os.eventfd_write(self._wake, 1)
+        self.loop.forget(client)
 
     def ended(self, connection: Connection) -> None:
         with self._changed:
             self._connections.discard(connection)
             self._changed.notify_all()
-
-    def run_in_thread(self, connection: Connection, job: Job) -> None:
-        """Pass an idle connection to a worker thread. Called by the loop."""
-        fd = connection.channel.fileno()
-        del self._idle[fd]
-        self._poll.unregister(fd)
-        self._workers.run(job)
-
-    def return_to_loop(self, connection: Connection) -> None:
-        """Return an idle connection to the loop. Called by the thread that served it."""
-        with self._changed:
-            self._returned.append(connection)
-        os.eventfd_write(self._wake, 1)
 
     def describe(self) -> dict[str, Any]:
         """The clients and the counters as plain values."""
@@ -378,35 +482,20 @@ class Daemon:
             "counters": self.counters.as_dict(),
         }
 
-    def _take_returned(self) -> None:
-        os.eventfd_read(self._wake)
+    def _end_overdue(self) -> None:
+        """Disconnect clients that have held leases or slots for too long."""
         with self._changed:
-            returned, self._returned = self._returned, []
-        for connection in returned:
-            self._watch(connection.client)
-            fd = connection.channel.fileno()
-            self._idle[fd] = connection
-            self._poll.register(fd, select.POLLIN)
-
-        self._close_forgotten()
-
-    def _close_forgotten(self) -> None:
-        with self._changed:
-            forgotten, self._forgotten = self._forgotten, []
-        for client in forgotten:
-            self._unwatch(client.pidfd)
-            if client.pidfd >= 0:
-                os.close(client.pidfd)
-
-    def _watch(self, client: ClientResources | None) -> None:
-        """Watch for the end of a client's process: its child may keep the sockets open."""
-        if client is not None and client.pidfd >= 0 and client.pidfd not in self._watched:
-            self._watched[client.pidfd] = client
-            self._poll.register(client.pidfd, select.POLLIN)
-
-    def _unwatch(self, pidfd: int) -> None:
-        if self._watched.pop(pidfd, None) is not None:
-            self._poll.unregister(pidfd)
+            clients = list(self._clients.values())
+        for client in clients:
+            if client.is_overdue():
+                self.counters.count("overdue")
+                limit_s = self.config.dram.client_time
+                _log.warning(
+                    "process %d holds leases or slots for more than %g s, disconnected; they are "
+                    "free when it has closed its connections or ended",
+                    client.peer.pid, limit_s,
+                )  # fmt: skip
+                client.hang_up()
 
     def _accept(self) -> None:
         connected = self._listener.accept()

@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -197,8 +196,11 @@ class RequestHandler:
 
     def _send_places(self, frame: Frame, number: int, lease: BlockLease) -> None:
         addresses, nbytes = lease.places()
-        rows = np.empty(len(addresses), frames.PLACE_DTYPE)
-        rows["location"], rows["nbytes"] = self._memory.places(addresses)[0], nbytes
+        protected = len(addresses)
+        rows = np.zeros(len(lease.words), frames.PLACE_DTYPE)
+        rows["location"] = frames.NOWHERE
+        rows["location"][:protected] = self._memory.places(addresses)[0]
+        rows["nbytes"][:protected] = nbytes
         self._channel.send(FrameKind.LEASED, frame.serial, frames.with_table(number, rows))
 
     def _release(self, frame: Frame) -> None:
@@ -210,12 +212,18 @@ class RequestHandler:
         asked = frames.Deliver.parse(frame.body)
         lease = self._client.held(asked.lease)
         blocks = _blocks(lease.words[asked.start : asked.stop])
+        protected = len(lease.rows) - asked.start
+
+        def arrive(arrived: Arrived) -> None:
+            lent = bool((arrived.indices >= protected).any())
+            self._send_arrived(frame.serial, arrived, lent=lent)
+
         answers = self._engine.deliver(
             self._client.caller,
             lease,
             blocks,
             frames.checked_timeout(asked.timeout_s),
-            partial(self._send_arrived, frame.serial),
+            arrive,
             verify_concurrently=bool(asked.verify_concurrently),
         )
         self._done(frame, asked.lease, answers)
@@ -227,13 +235,17 @@ class RequestHandler:
         if span != (0, 0) and head.start >= head.stop:
             raise WireError(f"bytes {head.start} to {head.stop}")
         timeout_s = frames.checked_timeout(head.timeout_s)
-        if not self._client.may_hold():
+        if not self._client.may_lease():
             self._done(frame, NO_LEASE, bytes([_BUSY]) * len(keys))
             return
         lease, number = self._client.new_lease(), 0
 
         def arrive(arrived: Arrived) -> None:
             nonlocal number
+            if not lease.is_whole:
+                self._send_arrived(frame.serial, arrived, lent=True)
+                lease.release()  # the client has taken all blocks so far
+                return
             if not arrived.is_verified and len(arrived.indices) == len(keys):
                 number = self._client.keep(lease)  # all are in memory: this is the only frame
             self._send_arrived(frame.serial, arrived, number)
@@ -255,14 +267,17 @@ class RequestHandler:
                 lease.release()
         self._done(frame, number, answers)
 
-    def _send_arrived(self, serial: int, arrived: Arrived, number: int = 0) -> None:
-        """Send the places of blocks that can be read. If some do not stay in memory, wait until the
-        client has taken them. `number`: a lease, set in the last frame of an answer.
+    def _send_arrived(
+        self, serial: int, arrived: Arrived, number: int = 0, *, lent: bool = False
+    ) -> None:
+        """Send the places of blocks that can be read. If some do not stay in memory, or with
+        `lent`, wait until the client has taken them. `number`: a lease, set in the last frame of
+        an answer.
         """
         rows = np.empty(len(arrived.indices), frames.ARRIVAL_DTYPE)
         rows["index"] = arrived.indices
         rows["location"], rows["staged"] = self._memory.places(arrived.addresses)
-        lent = bool(rows["staged"].any())
+        lent = lent or bool(rows["staged"].any())
         flags = (Flag.LENT if lent else 0) | (Flag.LAST if number else 0)
         flags |= Flag.VERIFIED if arrived.is_verified else 0
         self._channel.send(FrameKind.ARRIVED, serial, frames.with_table(number, rows), flags)

@@ -23,7 +23,6 @@ import os
 import select
 import socket
 import struct
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -47,6 +46,8 @@ _AT_ONCE: Final = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 _TIMEVAL: Final = struct.Struct("@ll")
 _CREDENTIALS: Final = struct.Struct("@iII")
 _SO_PEERGROUPS: Final = 59
+_SO_PEERPIDFD: Final = 77
+"""Linux 6.5 and newer. Works for peers in other pid namespaces, which have no pid here."""
 _GROUPS_MAX: Final = 256
 """Most groups that Python can read from the kernel."""
 _GONE: Final = select.POLLHUP | select.POLLERR | select.POLLRDHUP
@@ -110,7 +111,7 @@ class Flag(IntEnum):
     MORE = 1
     """On TEXT: the next frame continues this one."""
     LENT = 2
-    """On ARRIVED: some blocks are valid only until TAKEN, for which the daemon waits."""
+    """On ARRIVED: these blocks are valid only until TAKEN, for which the daemon waits."""
     LAST = 8
     """On ARRIVED: no DONE follows. All listed blocks were in memory, all others are absent."""
     VERIFIED = 16
@@ -267,6 +268,16 @@ class Channel:
         raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return Peer(*_CREDENTIALS.unpack(raw))
 
+    def peer_pidfd(self) -> int:
+        """A descriptor that is readable when the peer's process has ended; -1 if the kernel has
+        none. The caller must close it.
+        """
+        with contextlib.suppress(OSError):
+            return self._socket.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        with contextlib.suppress(OSError, ValueError):
+            return os.pidfd_open(self.peer().pid)
+        return -1
+
     def peer_groups(self) -> set[int]:
         """The groups of the peer, as the kernel reports them."""
         found = array.array("I")
@@ -282,15 +293,6 @@ class Channel:
     def cut(self) -> None:
         """Shut down both directions. Wakes a thread that receives."""
         self._shut(socket.SHUT_RDWR)
-
-    def drain(self, limit_s: float) -> None:
-        """Receive and ignore until the peer closes, for `limit_s` at most."""
-        deadline = time.monotonic() + limit_s
-        with contextlib.suppress(OSError):
-            while (left_s := deadline - time.monotonic()) > 0:
-                self._set_limit(socket.SO_RCVTIMEO, left_s)
-                if not self._socket.recv_into(self._buffer):
-                    return
 
     def close(self) -> None:
         self._socket.close()
@@ -314,7 +316,8 @@ NO_TOKEN: Final = bytes(TOKEN_BYTES)
 TIMEOUT_S_MAX: Final = 86400.0
 
 PLACE_DTYPE: Final = np.dtype([("location", "<i8"), ("nbytes", "<u8")])
-"""A leased block: the offset of its slot in the arena, NOWHERE if it is on disk only."""
+"""A leased block: the offset of its slot in the arena, NOWHERE if it is not in memory, or not
+protected."""
 
 ARRIVAL_DTYPE: Final = np.dtype([("location", "<i8"), ("index", "<u4"), ("staged", "<u4")])
 """A block in memory: its index in the request, and the offset of its slot in arena or staging.

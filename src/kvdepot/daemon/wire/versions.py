@@ -7,11 +7,15 @@ from typing import Final, NamedTuple
 
 from kvdepot.daemon.wire.frames import FrameKind
 
-PROTOCOL: Final = 7
+PROTOCOL: Final = 8
 """The newest supported version. Raised when a frame is added or changes its meaning."""
 PROTOCOL_OLDEST: Final = 7
 """The oldest supported version. Raised when no supported release needs it any more
 (docs/compatibility.md)."""
+
+LENDS_FROM_ARENA: Final = 8
+"""From this protocol on, all blocks of an ARRIVED with LENT are valid until TAKEN only, and a lease
+may have blocks without protection."""
 
 SINCE: Final[dict[FrameKind, int]] = {}
 """Requests added after PROTOCOL_OLDEST, with their version. An older daemon would disconnect."""
