@@ -664,8 +664,8 @@ class SessionsConfig:
     """The longest duration of a pin."""
 
     pinned_share: float = 0.25
-    """Share of each drive tier that the pins of one tenant may take, 0.5 at most; the pins of all
-    tenants together may take half."""
+    """Share of each drive tier that the pins of one user of the machine may take, 0.5 at most; the
+    pins of all together may take half."""
 
     def __post_init__(self) -> None:
         _check_positive("sessions.ttl", self.ttl)

@@ -1,6 +1,9 @@
 """Pins of retention: granted when durable, kept while others make room, ended in time."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +14,11 @@ from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock, WallClock
 from kvdepot.core.volume import NO_PLACE
+from kvdepot.daemon.server.services import ServiceCalls
+from kvdepot.daemon.wire.frames import Peer
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import prompt, put, small, space_of
+from kvdepot.testing.store_contract import LAYOUT, prompt, put, small, space_of
 from kvdepot.volumes.records import BlockingReads
 
 pytestmark = pytest.mark.usefixtures("quick_watchdog")
@@ -41,6 +46,24 @@ def chat(store: Store, seed: int = 1, blocks: int = 6, name: str = "chat") -> li
     put(store, keys)
     store.sessions.name(name, keys)
     return keys
+
+
+def of_tenant(store: Store, tenant: str) -> None:
+    """A session of six blocks, of a tenant that nobody has heard of, with its name."""
+    space = store.namespace(model="m", layout=LAYOUT, tenant=tenant)
+    keys = prompt(space, 1, 6)
+    put(store, keys)
+    store.sessions.name(tenant, keys)
+
+
+def may_all() -> Any:
+    """A client that has registered every namespace."""
+    return SimpleNamespace(has_registered=lambda tag: True)
+
+
+def pin(calls: ServiceCalls, name: str) -> Any:
+    asked = {"service": "sessions", "call": "pin", "given": {"name": name, "for_s": 3600}}
+    return json.loads(calls.serve(json.dumps(asked).encode()))
 
 
 def crowd_out(store: Store, rounds: int = 20) -> None:
@@ -138,12 +161,29 @@ class TestRefusals:
             assert receipt.reason == "of 6 blocks 2 are not in the store"
             assert store.sessions.show("chat")[0]["pin"] is None
 
-    def test_beyond_a_tenants_share(self, tmp_path: Path) -> None:
+    def test_beyond_a_users_share(self, tmp_path: Path) -> None:
         with opened(tmp_path, sessions={"pinned_share": 0.02}) as store:
             chat(store)
             receipt = store.sessions.pin("chat", for_s=60)
             assert "the limit is" in receipt.reason and "pinned_share" in receipt.hint
             assert store.stats()["sessions"]["pinned_blocks"] == 0
+
+    def test_beyond_a_users_share_under_invented_tenants(self, tmp_path: Path) -> None:
+        with opened(tmp_path) as store:
+            calls = [ServiceCalls(store, may_all(), Peer(1, uid, uid)) for uid in (7001, 7002)]
+            for number in range(4):
+                of_tenant(store, f"tenant {number}")
+            pinned = [pin(calls[0], f"tenant {number}") for number in range(3)]
+            assert [one["kept"] for one in pinned] == [True, True, False]
+            assert "pins of user 7001 would take" in pinned[2]["reason"]
+            assert "pinned_share" in pinned[2]["hint"]
+            assert pin(calls[1], "tenant 2")["kept"], "another user has a share of its own"
+            (shown,) = store.sessions.show("tenant 2")
+            assert shown["pin"]["owner"] == "user 7002"
+        with opened(tmp_path) as store:
+            calls = [ServiceCalls(store, may_all(), Peer(1, uid, uid)) for uid in (7001, 7002)]
+            of_tenant(store, "tenant 3")
+            assert "user 7001" in pin(calls[0], "tenant 3")["reason"], "after a restart too"
 
     def test_an_end_that_makes_no_sense(self, tmp_path: Path) -> None:
         watch = Watch()
@@ -162,6 +202,25 @@ class TestRefusals:
             assert store.sessions.pin("chat", for_s=60)
             with pytest.raises(kvdepot.ConfigError, match="are pinned"):
                 store.volumes.resize("ssd", "200KiB")
+
+
+@pytest.mark.parametrize("how", ["unpin", "time"])
+def test_a_session_that_was_closed_is_closed_when_its_pin_ends(tmp_path: Path, how: str) -> None:
+    watch = Watch()
+    with opened(tmp_path, watch) as store:
+        keys = chat(store)
+        assert store.sessions.pin("chat", for_s=60)
+        store.sessions.name("chat", state="closed")
+        catalog = store.engine.state.catalog
+        rows = catalog.rows(keys)
+        assert not any(row in catalog.closed for row in rows), "it is pinned"
+        assert [one["name"] for one in store.sessions.list()] == ["chat"]
+        if how == "unpin":
+            assert store.sessions.unpin("chat") == 1
+        watch.at_s += 61
+        store.sessions.pins.look()
+        assert all(row in catalog.closed for row in rows)
+        assert store.sessions.list() == []
 
 
 def test_pins_of_sessions_that_share_a_prefix_end_one_by_one(tmp_path: Path) -> None:

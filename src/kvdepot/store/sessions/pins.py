@@ -1,12 +1,12 @@
 """Pins of sessions, granted when the blocks and the pin are durable.
 
 Pinned blocks are not evicted from drives: a reclaim moves them and drops other blocks. All pins
-together may take a limited share of a tier, and those of one tenant a smaller one, so that there is
-room for other blocks. A pin that cannot be kept is refused.
+together may take a limited share of a tier, and those of one user of the machine a smaller one, so
+that there is room for other blocks. Tenants are names that a client chooses, so no limit goes by
+them. A pin that cannot be kept is refused.
 """
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -88,38 +88,30 @@ class PinnedBlocks:
             if lower.name == tier
         )
 
-    def check_share(self, new: Rows) -> None:
-        """Raise RefusedPinError if pins would take too much of a tier."""
-        state, catalog = self._state, self._state.catalog
+    def check_share(self, new: Rows, owner: str) -> None:
+        """Raise RefusedPinError if pins, or those of this owner, would take too much of a tier."""
+        state, pins = self._state, self._sessions.pins
         known = np.flatnonzero(self._sessions.pinned.pins.array > 0)
-        rows = np.union1d(known, new)
-        tags = catalog.table.tags()
-        tenants = {
-            word: state.descriptions.tenant(word.tobytes()) for word in np.unique(tags[rows])
-        }
-        mine = {tenants[word] for word in np.unique(tags[new])}
+        own = [(tag, pin.packed) for (tag, _), pin in pins.items() if pin.owner == owner]
         share = state.config.sessions.pinned_share
+        limits = (
+            ("all pins", known, _TOTAL_SHARE, "{}.capacity"),
+            (f"pins of {owner}", self.rows(own), share, "sessions.pinned_share"),
+        )
         for lower in state.lower_tiers:
             if not lower.volumes.is_durable:
                 continue
-            here = rows[lower.copies.state.array[rows] == CopyState.READY]
             stay = [facts for _, facts in lower.volumes.all_facts() if facts.may_write]
             room = sum(facts.capacity_bytes for facts in stay)
-            taken: Counter[str] = Counter()
-            for word in np.unique(tags[here]):
-                taken[tenants[word]] += int(self.sizes(here[tags[here] == word]).sum())
-            if taken.total() > _TOTAL_SHARE * room:
-                raise RefusedPinError(
-                    f"all pins would take {format_bytes(taken.total())} of {lower.name}'s "
-                    f"{format_bytes(room)}, the limit is {_TOTAL_SHARE:.0%}",
-                    hint=f"end other pins, or raise {lower.name}.capacity",
-                )
-            for tenant in mine:
-                if taken[tenant] > share * room:
+            for whose, rows, most, setting in limits:
+                rows = np.union1d(rows, new)
+                here = rows[lower.copies.state.array[rows] == CopyState.READY]
+                taken = int(self.sizes(here).sum())
+                if taken > most * room:
                     raise RefusedPinError(
-                        f"pins of tenant {tenant!r} would take {format_bytes(taken[tenant])} "
-                        f"of {lower.name}'s {format_bytes(room)}, the limit is {share:.0%}",
-                        hint="end other pins, or raise sessions.pinned_share",
+                        f"{whose} would take {format_bytes(taken)} of {lower.name}'s "
+                        f"{format_bytes(room)}, the limit is {most:.0%}",
+                        hint=f"end other pins, or raise {setting.format(lower.name)}",
                     )
 
 
@@ -177,9 +169,9 @@ class PinManager:
             thread.join(max(0.0, deadline_s - self._state.clock.now()))
         return not any(thread.is_alive() for thread in threads)
 
-    def grant(self, name: str, tags: Sequence[bytes], until_s: float) -> PinReceipt:
+    def grant(self, name: str, tags: Sequence[bytes], until_s: float, owner: str) -> PinReceipt:
         """Pin a session's blocks in these namespaces: all of them, or nothing changes. Blocks until
-        they and the pin are durable.
+        they and the pin are durable. `owner`: the user whose pins it counts with.
         """
         with self._granting:
             before: dict[bytes, Pin] = {}
@@ -187,7 +179,7 @@ class PinManager:
                 prompts = self._prompts(name, tags)
                 self._check_terms(until_s, prompts)
                 self._make_durable(prompts)
-                granted = self._bind(name, prompts, until_s, before)
+                granted = self._bind(name, prompts, (until_s, owner), before)
                 self._write_down(name, granted, before)
             except RefusedPinError as refused:
                 self._refused += 1
@@ -327,11 +319,14 @@ class PinManager:
         self,
         name: str,
         prompts: dict[bytes, Prompt],
-        until_s: float,
+        terms: tuple[float, str],
         before: dict[bytes, Pin],
     ) -> dict[bytes, Pin]:
-        """Pin the blocks in the index. RefusedPinError if a tier has no room for pins."""
+        """Pin the blocks in the index, with these terms: the end and the owner. RefusedPinError if
+        a tier has no room for pins.
+        """
         state, sessions = self._state, self._sessions
+        until_s, owner = terms
         with state.lock:
             rows = self.blocks.rows([(tag, prompt.packed) for tag, prompt in prompts.items()])
             count = sum(map(len, prompts.values()))
@@ -339,7 +334,7 @@ class PinManager:
                 raise RefusedPinError(
                     "some blocks of the session were evicted during the call", hint="try again"
                 )
-            self.blocks.check_share(rows)
+            self.blocks.check_share(rows, owner)
             granted = {}
             for tag, prompt in prompts.items():
                 known = sessions.pins.get((tag, name))
@@ -347,8 +342,8 @@ class PinManager:
                     before[tag] = known
                 self._last_number += 1
                 held = np.zeros(len(prompt), dtype=bool)
-                terms = (self._wall.now(), until_s)
-                granted[tag] = Pin(self._last_number, prompt.packed, *terms, held)
+                now_s = self._wall.now()
+                granted[tag] = Pin(self._last_number, prompt.packed, now_s, until_s, held, owner)
                 sessions.set_pin(tag, name, granted[tag])
             return granted
 

@@ -177,6 +177,7 @@ def _pin_text(pin: Pin) -> bytes:
         "number": pin.number,
         "granted": pin.granted_s,
         "until": pin.until_s,
+        "owner": pin.owner,
         "keys": base64.b64encode(pin.packed).decode(),
     }
     return json.dumps(fields, separators=(",", ":")).encode()
@@ -196,6 +197,7 @@ def _parse_pin(text: bytes) -> Pin:
         float(fields["granted"]),
         float(fields["until"]),
         np.zeros(len(packed) // PACKED_BYTES, dtype=bool),
+        str(fields.get("owner", "")),
     )
 
 

@@ -29,6 +29,11 @@ LISTED_MAX: Final = 10_000
 _WRITTEN_S: Final = 30.0
 
 
+def user(uid: int) -> str:
+    """A user of the machine, as the owner of pins."""
+    return f"user {uid}"
+
+
 class SessionService(DepotSessions):
     """See core.sessions.DepotSessions."""
 
@@ -143,13 +148,15 @@ class SessionService(DepotSessions):
         until_s: float | None = None,
         for_s: float | None = None,
         namespace: str = "",
+        owner: str = "",
     ) -> PinReceipt:
+        """`owner`: the user whose pins it counts with; by default that of this process."""
         tags = self._tags(name, namespace)
         if until_s is not None and for_s is not None:
             raise ConfigError("pin", "give an end or a duration, not both")
         end_s = self.pins.default_until_s(for_s) if until_s is None else until_s
         with self._state.using:
-            return self.pins.grant(name, tags, end_s)
+            return self.pins.grant(name, tags, end_s, owner or user(os.getuid()))
 
     def unpin(self, name: str, *, namespace: str = "") -> int:
         ended = self.pins.end(name, self._tags(name, namespace))
@@ -227,6 +234,7 @@ class SessionService(DepotSessions):
             "missing": missing,
             "granted_s": pin.granted_s,
             "until_s": pin.until_s,
+            "owner": pin.owner,
         }
         return {
             "name": name,

@@ -56,6 +56,8 @@ class Pin:
     """End of the pin, by the time of day."""
     held: Bools
     """True for blocks that are counted in PinnedRows for this pin."""
+    owner: str
+    """Who made it, as the kernel says: "user 1000". Limits of pins go by this."""
 
     def __len__(self) -> int:
         return len(self.packed) // PACKED_BYTES
@@ -207,10 +209,15 @@ class Sessions:
             self.bind(tag, pin)
 
     def end_pin(self, tag: bytes, name: str) -> bool:
-        """End the pin of a session. False: it had none."""
+        """End the pin of a session; a closed one is dropped. False: it had none."""
         pin = self.clear_pin(tag, name)
-        self.pins_ended += pin is not None
-        return pin is not None
+        if pin is None:
+            return False
+        self.pins_ended += 1
+        prompt = self.find(tag, name)
+        if prompt is not None and prompt.state is SessionState.CLOSED:
+            self.tell(tag, name, None, SessionState.CLOSED)
+        return True
 
     def clear_pin(self, tag: bytes, name: str) -> Pin | None:
         """Remove the pin of a session without counting it as ended. Returns it, or None."""
