@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 SITE = {
     "connected": True,
     "messages": {"sent": 3, "received": 2, "refused": 0, "dropped": 0, "connected": 1},
-    "hints": {"followed": 1, "open": 0, "passed_on": 0, "unknown": 0},
+    "hints": {"followed": 1, "open": 0, "passed_on": 0, "unknown": 0, "withheld": 0},
 }
 DAEMON = {
     "version": "1.2.3",

@@ -12,7 +12,9 @@ from tests.support.nats_broker import NatsBroker, nats_binary, nats_broker, say
 from tests.support.small_store import TOKENS, prompt, put, space_of, tiers
 from tests.support.waiting import until
 
+from kvdepot.cluster.link import publish_once
 from kvdepot.cluster.messages import HintMessage, subject
+from kvdepot.config.settings import load
 from kvdepot.errors import ConfigError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
@@ -150,18 +152,26 @@ def test_a_hint_may_come_before_its_blocks(stores: OpenStore, broker: NatsBroker
 
 
 def test_who_knows_a_session_tells_the_node_of_the_hint(
-    stores: OpenStore, broker: NatsBroker
+    stores: OpenStore, broker: NatsBroker, tmp_path: Path
 ) -> None:
-    first, second = stores("a"), stores("b")
-    keys = keys_for(first)
-    put(first, keys)
-    first.sessions.name("chat 7", keys)
-    assert first.flush()
-    sent(broker, HintMessage("b", 60.0, session="chat 7", tenant="another"))
-    sent(broker, HintMessage("b", 60.0, session="chat 7"))
-    until(lambda: in_memory(second, keys))
-    assert counted(first, "passed_on") == 1
-    assert counted(second, "unknown") == 2  # it knows no session of that name itself
+    secret = tmp_path / "token"
+    secret.write_text("hush-hush")
+    with nats_broker("--auth", "hush-hush") as guarded:
+        nats = {"servers": guarded.url, "token_file": secret}
+        first = stores("a", nats={**nats, "node": "a"})
+        second = stores("b", nats={**nats, "node": "b"})
+        keys = keys_for(first)
+        put(first, keys)
+        first.sessions.name("chat 7", keys)
+        assert first.flush()
+        config = load(overrides={"nats": nats}).nats
+        assert config is not None
+        for tenant in ("another", ""):
+            hint = HintMessage("b", 60.0, session="chat 7", tenant=tenant)
+            publish_once(config, subject("default", "hint"), hint.pack())
+        until(lambda: in_memory(second, keys))
+        assert counted(first, "passed_on") == 1
+        assert counted(second, "unknown") == 2  # it knows no session of that name itself
 
 
 def test_nonsense_is_refused_and_counted(stores: OpenStore, broker: NatsBroker) -> None:
