@@ -20,6 +20,7 @@ from kvdepot.config.settings import TenantConfig
 from kvdepot.core.admin import DepotAdmin, DepotVolumes
 from kvdepot.core.audit import DepotAudits
 from kvdepot.core.block import ANSWERS, KEY_BYTES, TAG_BYTES, BlockKey, GetResult, PutResult
+from kvdepot.core.block_wait import IDLE_S, BlockWait
 from kvdepot.core.depot import (
     CLOSE_TIMEOUT_S,
     FlushReport,
@@ -43,8 +44,6 @@ from kvdepot.native import address_of
 
 BLOCK_BYTES_MAX: Final = (1 << 31) - 8192
 """Largest block. Its record is the most that one system call reads or writes."""
-_WAIT_LOOK_S: Final = 0.02
-"""Interval between two lookups of `wait_for`."""
 _BLOCK: Final = struct.Struct("<32s5qQ")
 """A row of BLOCK_DTYPE."""
 _UNUSABLE: Final = (builtins.BufferError, ValueError, TypeError)
@@ -216,20 +215,27 @@ class Depot(ABC):
         self._namespaces.check(checked(keys))
         return self._calls.prefetch(as_words(keys), deadline_s)
 
-    def wait_for(self, keys: Sequence[BlockKey], timeout_s: float) -> Match:
+    def wait_for(
+        self, keys: Sequence[BlockKey], timeout_s: float, *, idle_s: float = IDLE_S
+    ) -> Match:
         """Wait until all blocks are resident, for `timeout_s` at most. Returns the longest resident
         prefix.
 
         Use it for blocks that another node is writing to a shared tier. Blocks that arrive are read
-        into memory, as by `prefetch`.
+        into memory, as by `prefetch`. Gives up when no further block has come for `idle_s`, or when
+        the shared tier is down: the others must be computed here.
         """
-        deadline_s = time.monotonic() + timeout_s
-        found = 0
-        while found < len(keys) and (left_s := deadline_s - time.monotonic()) > 0:
-            more = self.prefetch(keys[found:], left_s).resident
-            found += more
-            if not more:
-                time.sleep(min(_WAIT_LOOK_S, left_s))
+        wait = BlockWait(time.monotonic(), timeout_s, idle_s)
+        found, asked = 0, len(keys)
+        while found < len(keys) and wait.left_s(now_s := time.monotonic()) > 0:
+            hint = self.prefetch(keys[found : found + asked], wait.until_s - now_s)
+            found += hint.resident
+            has_come = wait.note(now_s, found)
+            if not (has_come or hint.may_come):
+                break
+            asked = len(keys) if has_come else 1  # the next block tells if any has come
+            if not has_come:
+                time.sleep(max(0.0, min(wait.look_s - now_s, wait.left_s(now_s))))
         return self.match(keys)
 
     def remove(

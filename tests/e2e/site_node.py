@@ -100,7 +100,9 @@ class SiteNode:
             self.put(self.keys(number))
             return {"ok": bool(self.store.flush(60.0))}
         if what == "wait":
-            return {"found": len(self.store.wait_for(self.keys(number), command["seconds"]))}
+            limit_s = command["seconds"]
+            found = self.store.wait_for(self.keys(number), limit_s, idle_s=limit_s)
+            return {"found": len(found)}
         if what == "get":
             return {"tiers": self.get(self.keys(number)), "wrong": self.counts["wrong"]}
         if what == "where":

@@ -241,7 +241,7 @@ def test_a_decode_node_waits_for_what_a_prefill_node_commits(stores: OpenStore) 
     for key in keys:
         put(prefill, [key])
     prefill.flush()
-    found = decode.wait_for(keys, 60.0)
+    found = decode.wait_for(keys, 60.0, idle_s=60.0)
     assert len(found) == 6
     assert all(tier in ("dram", "object") for tier in found.tiers)
     assert len(decode.wait_for(keys_for(prefill, 2), 0.05)) == 0

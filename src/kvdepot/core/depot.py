@@ -318,6 +318,8 @@ class PrefetchHint(Protocol):
     """Number of blocks to read; others are in memory, unknown, or too many."""
     resident: int
     """Number of leading blocks that are in the store."""
+    may_come: bool
+    """False if missing blocks cannot come from other nodes: the tier that they share is down."""
 
     @property
     @abstractmethod

@@ -392,6 +392,7 @@ class Engine:
         heads_first = np.argsort(depths, kind="stable")
         hint = self.prefetcher.start(blocks[heads_first], deadline_s, session)
         hint.resident = resident
+        hint.may_come = not state.volumes.are_shared_down
         return hint
 
     def flush(self, caller: Caller, timeout_s: float, keys: Keys | None = None) -> FlushReport:

@@ -76,6 +76,12 @@ class VolumeSet:
         """True if a volume is shared with other nodes."""
         return any(entry.is_remote for entry in self.entries)
 
+    @property
+    def are_shared_down(self) -> bool:
+        """True if there are volumes shared with other nodes, and all of them are down."""
+        shared = [entry.number for entry in self.entries if entry.is_remote]
+        return bool(shared) and self.down.issuperset(shared)
+
     def facts(self, number: int) -> VolumeFacts:
         return self.entries[number].volume.facts()
 

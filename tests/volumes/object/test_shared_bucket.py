@@ -170,7 +170,7 @@ def test_two_nodes_that_remove_the_same_block_hang_no_third_one(stores: OpenStor
     assert first.flush()
     for other in (second, third):
         space_of(other)
-        assert len(other.wait_for(keys, 60.0)) == 4
+        assert len(other.wait_for(keys, 60.0, idle_s=60.0)) == 4
     first.remove(keys)
     second.remove(keys)
     third.inspect().state.request_refresh()

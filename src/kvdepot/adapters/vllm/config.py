@@ -19,6 +19,7 @@ from kvdepot.config.settings import (
     TenantConfig,
     WritebackConfig,
 )
+from kvdepot.core.block_wait import IDLE_S
 from kvdepot.errors import ConfigError
 
 SETTING: Final = "kv_connector_extra_config"
@@ -107,6 +108,8 @@ class ConnectorConfig(DepotSettings):
     wait: Seconds = 0.0
     """A request waits this long for blocks of its prompt that another machine is about to commit,
     for a server that decodes what others prefill, of models with full attention. 0: not at all."""
+    wait_idle: Seconds = IDLE_S
+    """The wait ends when no further block of the prompt has come for this time."""
     hint: Seconds = 30.0
     """Blocks of a request in vLLM's queue are brought from hard drives and buckets to memory for at
     most this long. 0: not at all."""

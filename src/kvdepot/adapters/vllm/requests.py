@@ -20,6 +20,7 @@ import numpy as np
 from kvdepot.adapters.vllm.groups import GroupRule, KVGroups
 from kvdepot.adapters.vllm.messages import BlockOrigin, GroupBlocks, LoadJob, SaveJob, ShardKeys
 from kvdepot.core.block import BlockKey
+from kvdepot.core.block_wait import BlockWait
 from kvdepot.core.depot import Match, NamespaceHandle
 from kvdepot.core.keys import encode, token_bytes, without_link
 from kvdepot.policy.fetching.fetch_or_recompute import Decision
@@ -176,10 +177,8 @@ class TrackedRequest:
         """The latest decision. None: there is none, or the request has its first token."""
         self.may_audit = True
         """It was not decided yet whether the hit is audited."""
-        self.awaits_until_s = 0.0
-        """The request waits until then for blocks that another machine commits. 0: it does not."""
-        self.next_look_s = 0.0
-        """The time of the next lookup of these blocks."""
+        self.wait: BlockWait | None = None
+        """The wait for blocks that another machine commits. None: there is none, or it is over."""
         self._loaded = 0
         """Leading blocks that need not be saved when the load has ended. 0: blocks before the load
         are missing in the depot."""

@@ -39,6 +39,7 @@ from kvdepot.adapters.vllm.requests import (
     TrackedRequest,
 )
 from kvdepot.core.block import BlockKey
+from kvdepot.core.block_wait import BlockWait
 from kvdepot.core.first_token import FirstToken
 from kvdepot.depot import Depot
 from kvdepot.errors import KVDepotError
@@ -47,8 +48,8 @@ from kvdepot.policy.fetching.speed_models import PrefillPace, drive_profiles
 _logger = logging.getLogger("vllm.kvdepot")
 _PROBE: Final = "probe "
 """Prefix of the request id of a load that only measures."""
-_LOOK_S: Final = 0.02
-"""The time between two looks for blocks that another machine is about to commit."""
+_IDLE_S: Final = 0.005
+"""The longest pause of a step that computes nothing while requests wait for another machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,8 @@ class ConnectorScheduler:
             elif self.weights.name is not None and self.is_ready():
                 tracked = TrackedRequest(request, self.names.keys_of(request))
                 if self.engine.loads and self._config.wait and self.names.groups.full:
-                    tracked.awaits_until_s = time.monotonic() + self._config.wait
+                    limits = self._config.wait, self._config.wait_idle
+                    tracked.wait = BlockWait(time.monotonic(), *limits)
                 self._tracked[request.request_id] = tracked
                 self.hints.queued(tracked)
                 return
@@ -180,10 +182,10 @@ class ConnectorScheduler:
         if self._is_loading(tracked, local_tokens // grain, blocks):
             self.hints.begun(request.request_id)
             return None
-        if time.monotonic() < tracked.next_look_s:
+        if tracked.wait is not None and time.monotonic() < tracked.wait.look_s:
             return None
         hit = self._lookup.find(tracked, local_tokens, blocks)
-        if tracked.awaits_until_s and self._awaits(tracked, hit, blocks):
+        if tracked.wait is not None and self._awaits(tracked, tracked.wait, hit, blocks):
             return None
         stop = hit.stop_block
         if self.decider is not None and stop * grain > local_tokens:
@@ -207,22 +209,31 @@ class ConnectorScheduler:
             return stop
         return self._lookup.last_boundary(tracked.keys, local_tokens, audited)
 
-    def _awaits(self, tracked: TrackedRequest, hit: DepotHit, blocks: int) -> bool:
+    def _awaits(self, tracked: TrackedRequest, wait: BlockWait, hit: DepotHit, blocks: int) -> bool:
         """True if blocks that another machine is about to commit may still arrive in time. Those
         that have arrived are read into memory."""
-        now_s = time.monotonic()
-        left_s = tracked.awaits_until_s - now_s
-        if hit.stop_block < blocks and left_s > 0:
-            tracked.next_look_s = now_s + _LOOK_S
+        now_s, before, stop = time.monotonic(), wait.found, hit.stop_block
+        first = before if wait.note(now_s, stop) and before is not None else stop
+        if stop < blocks and wait.left_s(now_s) > 0:
             try:
-                for keys in tracked.keys.of(0, hit.stop_block, blocks):
-                    self._store.prefetch(keys, left_s)
+                hints = [
+                    self._store.prefetch(keys, wait.until_s - now_s)
+                    for keys in tracked.keys.of(0, first, stop + 1)
+                ]
             except KVDepotError as error:
                 warn("the depot accepts no hints", error)
             else:
-                return True
-        tracked.awaits_until_s = 0.0
+                if all(hint.may_come for hint in hints):
+                    return True
+        tracked.wait = None
         return False
+
+    def _rest(self) -> None:
+        """Leave the processor to others while requests wait for another machine, which vLLM asks
+        for again and again."""
+        looks = [one.wait.look_s for one in self._tracked.values() if one.wait is not None]
+        if looks:
+            time.sleep(max(0.0, min(min(looks) - time.monotonic(), _IDLE_S)))
 
     def _is_loading(self, tracked: TrackedRequest, first: int, blocks: int) -> bool:
         """True if another request loads the next blocks, which vLLM will share."""
@@ -309,6 +320,8 @@ class ConnectorScheduler:
         scheduled = output.num_scheduled_tokens
         plan.generation = self.names.generation
         plan.idle = not scheduled
+        if plan.idle:
+            self._rest()
         plan.preempted = bool(output.preempted_req_ids)
         if scheduled and self.engine.shares_pages:
             self.weights.cache_used = True

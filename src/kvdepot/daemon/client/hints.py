@@ -16,7 +16,7 @@ from kvdepot.daemon.client.connections import (
     keys_of,
 )
 from kvdepot.daemon.wire import frames
-from kvdepot.daemon.wire.frames import FrameKind
+from kvdepot.daemon.wire.frames import Flag, FrameKind
 from kvdepot.errors import ConfigError
 
 _ASK_S_MAX: Final = 5.0
@@ -29,9 +29,16 @@ class RemoteHint(PrefetchHint):
     A long prompt, or one in several shards, is several hints of the daemon.
     """
 
-    def __init__(self, connections: Connections | None, hinted: list[frames.Hinted]) -> None:
+    def __init__(
+        self,
+        connections: Connections | None,
+        hinted: list[frames.Hinted],
+        *,
+        may_come: bool = True,
+    ) -> None:
         self.wanted = sum(each.wanted for each in hinted)
         self.resident = sum(each.resident for each in hinted)
+        self.may_come = may_come
         self._connections = connections
         self._left = [each.number for each in hinted if each.number]
         self._brought = dict.fromkeys(self._left, 0)
@@ -93,15 +100,21 @@ def tell_session(
     return send(b"", 0, state)
 
 
-def hint_keys(link: Link, keys: Keys, deadline_s: float, call_s: float) -> list[frames.Hinted]:
-    """Prefetch the stored blocks of a prompt, up to the first missing one."""
-    found = []
+def hint_keys(
+    link: Link, keys: Keys, deadline_s: float, call_s: float
+) -> tuple[list[frames.Hinted], bool]:
+    """Prefetch the stored blocks of a prompt, up to the first missing one. Also returns whether
+    missing ones may come from other nodes.
+    """
+    found, may_come = [], True
     for part in batches(keys):
         body = frames.Seconds(deadline_s).body() + keys_of(keys, part)
-        found.append(_hint(link, FrameKind.HINT, body, call_s))
-        if found[-1].resident < len(part):
+        hinted, flags = _hint(link, FrameKind.HINT, body, call_s)
+        found.append(hinted)
+        may_come = not flags & Flag.NONE_COMES
+        if hinted.resident < len(part):
             break
-    return found
+    return found, may_come
 
 
 def hint_session(
@@ -113,9 +126,10 @@ def hint_session(
     except ValueError as error:
         raise ConfigError("namespace", "is not a tag in hexadecimal") from error
     body = frames.HintBySession(tag, deadline_s).body() + name.encode()
-    return _hint(link, FrameKind.HINT_SESSION, body, call_s)
+    return _hint(link, FrameKind.HINT_SESSION, body, call_s)[0]
 
 
-def _hint(link: Link, kind: FrameKind, body: bytes, call_s: float) -> frames.Hinted:
+def _hint(link: Link, kind: FrameKind, body: bytes, call_s: float) -> tuple[frames.Hinted, int]:
+    """The answer, and the flags of its frame."""
     frame = link.call(kind, body, call_s)
-    return frames.Hinted.parse(expect(frame, FrameKind.HINTED).body)
+    return frames.Hinted.parse(expect(frame, FrameKind.HINTED).body), frame.flags

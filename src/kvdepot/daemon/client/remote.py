@@ -212,7 +212,8 @@ class RemoteStore(Depot):
         limit_s = min(deadline_s, frames.TIMEOUT_S_MAX)
 
         def ask(connections: Connections, link: Link) -> RemoteHint:
-            return RemoteHint(connections, hint_keys(link, keys, limit_s, self._daemon.call_s))
+            hinted, may_come = hint_keys(link, keys, limit_s, self._daemon.call_s)
+            return RemoteHint(connections, hinted, may_come=may_come)
 
         return self._daemon.ask(ask, RemoteHint(None, []))
 

@@ -243,28 +243,32 @@ class ClientLease(BlockLease):
     can be delivered as long as they are in the store.
     """
 
-    __slots__ = ("_holdings", "is_whole")
+    __slots__ = ("_counted", "_holdings")
 
     def __init__(self, engine: Engine, holdings: Holdings) -> None:
         super().__init__(engine.state)
         self._holdings = holdings
-        self.is_whole = True
-        """False if blocks had no room: they are only valid while the client is waited for."""
+        self._counted = 0
+        """Leading rows that are counted in the holdings."""
 
     def adopt(self, lease: BlockLease) -> None:
         """Take over the blocks of a new lease."""
-        count = self._holdings.take(lease.rows)
+        count = self._counted = self._holdings.take(lease.rows)
         self.rows, lease.rows, self.words = lease.rows[:count], lease.rows[count:], lease.words
-        self.is_whole = not lease.rows
         lease.release()
 
-    def protect(self, rows: list[int]) -> None:
-        self.is_whole = self._holdings.take(rows, whole=True) == len(rows)
-        if self.is_whole:
-            super().protect(rows)
+    def fits(self) -> bool:
+        """Count the rows that were added. False if the holdings have no room for them: the client
+        must be waited for, and then the lease released.
+        """
+        new = self.rows[self._counted :]
+        count = self._holdings.take(new, whole=True)
+        self._counted += count
+        return count == len(new)
 
     def release(self) -> None:
-        self._holdings.give_back(self.rows)
+        self._holdings.give_back(self.rows[: self._counted])
+        self._counted = 0
         super().release()
 
 
@@ -395,17 +399,20 @@ class ClientResources:
         slots and answers.
         """
         holdings, deadline_s = self._holdings, time.monotonic() + timeout_s
-        sizes = record_sizes(self._engine.access.sizes_for(self.caller, keys)[0])
+        blocks = np.zeros(len(keys), BLOCK_DTYPE)
+        blocks["key"] = keys
+        self._engine.access.set_sizes(self.caller, blocks)
+        sizes = record_sizes(blocks["payload_bytes"])
         count = holdings.take_slots(sizes, timeout_s)
         slots: dict[int, NewBlock] = {}
         offers: list[NewBlock | None] = []
         answers: list[PutResult] = []
         try:
             if count:
-                blocks = np.zeros(count, BLOCK_DTYPE)
-                blocks["key"] = keys[:count]
                 left_s = max(0.0, deadline_s - time.monotonic()) if timeout_s else 0.0
-                offers, answers = self._engine.reserve(self.caller, Offer(blocks), left_s, pad=pad)
+                offers, answers = self._engine.reserve(
+                    self.caller, Offer(blocks[:count]), left_s, pad=pad
+                )
                 slots = {index: offer for index, offer in enumerate(offers) if offer is not None}
         finally:
             unused = int(sizes[:count].sum()) - _slot_bytes(slots.values())

@@ -82,10 +82,11 @@ class HintRequests:
         self._hinted(frame, hint)
 
     def _hinted(self, frame: Frame, hint: Hint | None) -> None:
-        answer = frames.Hinted(0, 0, 0)
+        answer, flags = frames.Hinted(0, 0, 0), 0
         if hint is not None:
+            flags = 0 if hint.may_come else Flag.NONE_COMES
             answer = frames.Hinted(self._client.keep_hint(hint), hint.resident, hint.wanted)
-        self._channel.send(FrameKind.HINTED, frame.serial, answer.body())
+        self._channel.send(FrameKind.HINTED, frame.serial, answer.body(), flags)
 
     def _await_hint(self, frame: Frame) -> None:
         asked = frames.WaitHint.parse(frame.body)
@@ -242,7 +243,7 @@ class RequestHandler:
 
         def arrive(arrived: Arrived) -> None:
             nonlocal number
-            if not lease.is_whole:
+            if not lease.fits():
                 self._send_arrived(frame.serial, arrived, lent=True)
                 lease.release()  # the client has taken all blocks so far
                 return

@@ -122,6 +122,9 @@ class Flag(IntEnum):
     PRODUCER = 64
     """On SEAL: the slots have a producer (format.record.fill_producer). A daemon that does not know
     the flag stores none."""
+    NONE_COMES = 128
+    """On HINTED: missing blocks cannot come from other nodes, as the tier that they share is down.
+    """
     PAD = 4
     """On RESERVE: answer every key; those after the first without room are THROTTLED."""
 

@@ -49,6 +49,7 @@ class Hint:
         """Number of blocks to read; others are in memory, unknown, or too many."""
         self.resident = 0
         """Number of leading blocks of the request that are in the store."""
+        self.may_come = True
         self.brought = 0
         """Number of blocks that it has read into memory."""
         self.session_state = session_state
