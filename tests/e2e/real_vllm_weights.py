@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,57 @@ def reload(bench: Bench, folder: str) -> None:
     bench.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
 
 
+def transfer_from_folders() -> Any:
+    """A configuration of vLLM's weight transfer, with a backend that loads a folder."""
+    from safetensors.torch import load_file
+    from vllm.config import WeightTransferConfig  # type: ignore[import-not-found]
+    from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.factory import (  # type: ignore[import-not-found]
+        WeightTransferEngineFactory,
+    )
+    from vllm.model_executor.model_loader import reload  # type: ignore[import-not-found]
+
+    @dataclass
+    class WeightsFolder(WeightTransferUpdateInfo):  # type: ignore[misc]
+        folder: str
+
+    class FolderTransfer(WeightTransferEngine):  # type: ignore[misc]
+        init_info_cls = WeightTransferInitInfo
+        update_info_cls = WeightsFolder
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            """There is nothing to connect to."""
+
+        def start_weight_update(self) -> None:
+            reload.initialize_layerwise_reload(self.model)
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: WeightsFolder) -> None:
+            for path in sorted(Path(update_info.folder).glob("*.safetensors")):
+                self.model.load_weights(load_file(path).items())
+
+        def finish_weight_update(self) -> None:
+            reload.finalize_layerwise_reload(self.model, self.model_config)
+
+        def shutdown(self) -> None:
+            """There is nothing to release."""
+
+    WeightTransferEngineFactory.register_engine("folder", FolderTransfer)
+    return WeightTransferConfig(backend="folder")
+
+
+def transfer(bench: Bench, folder: str) -> None:
+    bench.llm.collective_rpc("start_weight_update")
+    bench.llm.collective_rpc("update_weights", args=({"folder": folder},))
+    bench.llm.collective_rpc("finish_weight_update")
+
+
 def weights_plain(args: argparse.Namespace) -> dict[str, Any]:
     """Without kvdepot: what is right under each of three weights."""
     bench = Bench(args, extra=None)
@@ -58,9 +110,10 @@ def weights_plain(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def weights_changed(args: argparse.Namespace) -> dict[str, Any]:
-    """Reloaded, changed by a user's function, and back, with resets of both kinds; then killed."""
+    """Reloaded, changed by a user's function, transferred, and back, with resets of both kinds;
+    then killed."""
     wanted = json.loads(Path(args.reference).read_text())["answers"]
-    bench = Bench(args)
+    bench = Bench(args, weight_transfer_config=transfer_from_folders())
     bench.count()
     other = json.loads(args.extra)["other"]
     prompts = bench.prompts(2, 500)
@@ -85,6 +138,12 @@ def weights_changed(args: argparse.Namespace) -> dict[str, Any]:
     reload(bench, args.model)
     bench.forget()
     asked("first weights again, warm", "first")
+    transfer(bench, other)
+    bench.forget()
+    asked("transferred, warm", "other")
+    transfer(bench, args.model)
+    bench.forget()
+    asked("transferred back, warm", "first")
     before = bench.store.stats()["blocks"]
     reload(bench, other)
     seen["reset"] = bench.llm.reset_prefix_cache(reset_connector=True)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.e2e.decision_page import decision_page
 from tests.e2e.e2e_points import Points, scratch
 from tests.e2e.vllm_environments import CACHE, NEWEST, NO_DEPENDENCIES, python_with, version_in
-from tests.e2e.vllm_servers import Server, kill_daemon
+from tests.e2e.vllm_servers import Server, kill_daemon, start_daemon
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -202,9 +202,10 @@ def smoke(run: Run) -> None:
 
 
 def resets(run: Run) -> None:
-    """Two servers on one depot: one pauses, resets and changes its weights; the daemon dies."""
+    """Two servers on one depot: one pauses, sleeps, resets and changes its weights; the daemon dies
+    and comes back. Every answer is that of a vLLM without a depot."""
     run.scenario("other_weights", "their other weights")
-    other = str(run.folder / "their other weights")
+    first, other = str(run.model), str(run.folder / "their other weights")
     prompt, extra = tokens_of(run, 1500), depot_of(run, "reset")
     sock = Path(extra["socket"])
     with run.server("plain, weights", None) as plain:
@@ -213,38 +214,75 @@ def resets(run: Run) -> None:
         wanted_other = plain.ask(prompt)
     try:
         with run.server("reset", extra) as one, run.server("other", extra) as other_server:
+
+            def left_alone(after: str) -> None:
+                other_server.forget()
+                name = f"resets: the other one's are left after {after}"
+                run.answers(name, other_server.ask(prompt), wanted, 1408)
+
             run.answers("resets: cold", one.ask(prompt), wanted, 0)
             run.answers("resets: another server", other_server.ask(prompt), wanted, 1408)
             paused = [one.post("/pause")[0], one.post("/resume")[0]]
             run.point("resets: a pause is answered", paused == [200, 200], status=paused)
-            other_server.forget()
-            run.answers("resets: the other one's are left", other_server.ask(prompt), wanted, 1408)
+            left_alone("a pause")
             run.answers("resets: after its pause", one.ask(prompt), wanted, 0)
+            said = one.post(RESET)[1]
+            run.point("resets: a reset is answered", json.loads(said)["success"], said=said)
+            left_alone("a reset")
+            run.answers("resets: after its reset", one.ask(prompt), wanted, 0)
             reload(one, other)
             run.answers("resets: other weights", one.ask(prompt), wanted_other, 0)
             one.forget()
             run.answers("resets: other weights, warm", one.ask(prompt), wanted_other, 1408)
-            other_server.forget()
-            run.answers(
-                "resets: first weights, other server", other_server.ask(prompt), wanted, 1408
-            )
+            left_alone("a reload")
+            slept = reload_asleep(one, first)
+            run.point("resets: a sleep is answered", set(slept) == {200}, status=slept)
+            run.answers("resets: first weights after a sleep", one.ask(prompt), wanted, 0)
+            one.forget()
+            run.answers("resets: after a sleep, warm", one.ask(prompt), wanted, 1408)
+            left_alone("a sleep")
             kill_daemon(sock)
-            said = one.post("/reset_prefix_cache?reset_external=true")[1]
+            said = one.post(RESET)[1]
             paused = [one.post("/pause")[0], one.post("/resume")[0]]
             failed = not json.loads(said)["success"] and paused == [500, 200]
             run.point("resets: it fails without a daemon", failed, said=said, status=paused)
-            run.answers("resets: without a daemon", one.ask(prompt), wanted_other)
+            run.answers("resets: without a daemon", one.ask(prompt), wanted, 0)
+            reload(one, other)
+            run.answers("resets: other weights, no daemon", one.ask(prompt), wanted_other, 0)
+            start_daemon(run.python, sock)
+            said = one.post(RESET)[1]
+            run.point("resets: with a new daemon", json.loads(said)["success"], said=said)
+            run.answers("resets: new daemon, cold", one.ask(prompt), wanted_other, 0)
+            one.forget()
+            run.answers("resets: new daemon, warm", one.ask(prompt), wanted_other, 1408)
+            other_server.forget()
+            run.answers("resets: new daemon, other server", other_server.ask(prompt), wanted)
     finally:
         kill_daemon(sock)
 
 
+RESET = "/reset_prefix_cache?reset_external=true"
+
+
 def reload(server: Server, folder: str) -> None:
     """Other weights in place, and vLLM's own prefix cache emptied."""
-    given = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-    status, said = server.post("/collective_rpc", given)
+    status, said = load_weights(server, folder)
     if status != 200:
         raise ScenarioError(f"reload_weights: {status} {said}")
     server.forget()
+
+
+def load_weights(server: Server, folder: str) -> tuple[int, str]:
+    given = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+    return server.post("/collective_rpc", given)
+
+
+def reload_asleep(server: Server, folder: str) -> list[int]:
+    """The statuses of a sleep during which weights are loaded, as in reinforcement learning. On a
+    CPU vLLM's workers ignore it; its scheduler and its resets do not."""
+    slept = [server.post("/sleep?level=2")[0], server.post("/wake_up?tags=weights")[0]]
+    slept.append(load_weights(server, folder)[0])
+    return [*slept, server.post("/wake_up?tags=kv_cache")[0]]
 
 
 def preemptions(run: Run) -> None:

@@ -183,3 +183,17 @@ def kill_daemon(path: Path) -> None:
             os.kill(int(lock.read_text()), signal.SIGKILL)
         except ProcessLookupError:
             return
+
+
+def start_daemon(python: Path, path: Path) -> None:
+    """Start the daemon that vLLM has started on a socket before, and wait until it answers."""
+    command = [str(python), "-m", "kvdepot", "serve", "--config", str(path.with_suffix(".toml"))]
+    daemon = subprocess.Popen(
+        [*command, "--socket", str(path)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert daemon.stdout is not None
+    if not daemon.stdout.readline():
+        raise RuntimeError(f"the daemon on {path} did not start again")
