@@ -184,6 +184,8 @@ class World:
     def forget(self) -> None:
         """Empty vLLM's CPU tier."""
         self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # since 0.33: no worker copies any more
+            self.manager.on_reset_flushed()
 
     def close(self) -> None:
         self.manager.shutdown()

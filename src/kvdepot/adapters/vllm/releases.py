@@ -16,9 +16,13 @@ from kvdepot.adapters.vllm.messages import StepPlan
 from kvdepot.adapters.vllm.worker import ConnectorWorker, FinishedTransfers
 from kvdepot.errors import ConfigError, ModelError
 
-SUPPORTED: Final = ("0.29", "0.31", "0.32")
-LATER_HOOKS: Final = ("get_transfer_results", "get_external_cache_hit_sources")
-"""Methods of the connector that vLLM calls since 0.31, and since 0.32."""
+SUPPORTED: Final = ("0.29", "0.31", "0.32", "0.33")
+LATER_HOOKS: Final = (
+    "get_transfer_results",
+    "get_external_cache_hit_sources",
+    "supports_sleep_mode",
+)
+"""Methods of the connector that vLLM calls since 0.31, since 0.32, and since 0.33."""
 Modules = Callable[[str], Any]
 """Finds a module by its name, as `import_module` does."""
 
