@@ -1,9 +1,11 @@
 """A whole SGLang engine on a CPU with the linker. Run by a Python that has SGLang.
 
     python tests/e2e/real_sglang_engine.py --model DIR --depot DIR --out FILE [--socket FILE]
+        [--other DIR [--plain]]
 
 Asks two prompts that share a beginning, and the first again after SGLang has emptied its cache;
-with the socket of a daemon the first many times, each hit audited.
+with the socket of a daemon the first many times, each hit audited; with the folder of another model
+the first under its weights too, which are loaded in place. `--plain`: without a linker.
 Writes what was answered as JSON; then the engine's processes are killed, as SGLang ends them.
 """
 
@@ -68,11 +70,48 @@ def audited(engine: Any) -> dict[str, Any]:
     return {"answers": answers}
 
 
+def updated(engine: Any, model: Path, other: Path) -> dict[str, Any]:
+    """The same prompt under weights that are loaded in place, from disk and from tensors."""
+    from safetensors.torch import load_file
+
+    long = prompts()[0]
+
+    def done(result: Any) -> None:
+        succeeded, *_ = result if isinstance(result, tuple) else (result.success,)
+        assert succeeded, result
+
+    def from_disk(folder: Path) -> None:
+        done(engine.update_weights_from_disk(str(folder)))
+
+    def from_tensors(folder: Path) -> None:
+        empty(engine)  # before the update, with no request between
+        done(engine.begin_weight_update())
+        for path in folder.glob("*.safetensors"):
+            tensors = list(load_file(path).items())
+            done(engine.update_weights_from_tensor(tensors, flush_cache=False))
+        done(engine.end_weight_update())
+
+    seen = {"first": ask(engine, long)}
+    from_disk(other)
+    seen["other"] = ask(engine, long)
+    empty(engine)
+    seen["other again"] = ask(engine, long)
+    from_disk(model)
+    seen["first again"] = ask(engine, long)
+    from_tensors(other)
+    seen["other from tensors"] = ask(engine, long)
+    from_tensors(model)
+    seen["first from tensors"] = ask(engine, long)
+    return seen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("--model", "--depot", "--out"):
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--socket", type=Path, help="of a daemon; every hit is audited")
+    parser.add_argument("--other", type=Path, help="another model's folder, for updates in place")
+    parser.add_argument("--plain", action="store_true", help="without a linker")
     args = parser.parse_args()
     import sglang  # type: ignore[import-not-found]
 
@@ -83,6 +122,15 @@ def main() -> None:
     if args.socket:
         depot = {"socket": str(args.socket), "audit": {"share": 1, "under_load": True}}
     depot |= {"revision": "smollm2", "load_timeout": "60s"}
+    linker = {
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": "dynamic",
+        "unified_cache_external_linker_config": {
+            "linker": "KVDepotLinker",
+            "linker_module_path": "kvdepot.adapters.sglang",
+            "linker_extra_config": depot,
+        },
+    }
     engine = sglang.Engine(
         model_path=str(args.model),
         device="cpu",
@@ -95,16 +143,14 @@ def main() -> None:
         mem_fraction_static=0.5,  # max_total_tokens is the limit
         max_total_tokens=4096,
         page_size=PAGE,
-        enable_unified_cache_external_linker=True,
-        unified_cache_external_linker_backend="dynamic",
-        unified_cache_external_linker_config={
-            "linker": "KVDepotLinker",
-            "linker_module_path": "kvdepot.adapters.sglang",
-            "linker_extra_config": depot,
-        },
+        **({} if args.plain else linker),
     )
-    seen = audited(engine) if args.socket else served(engine)
-    wait_until_written(args.depot)
+    if args.other:
+        seen = updated(engine, args.model, args.other)
+    else:
+        seen = audited(engine) if args.socket else served(engine)
+    if not args.plain:
+        wait_until_written(args.depot)
     args.out.write_text(json.dumps(seen))
     engine.shutdown()
 

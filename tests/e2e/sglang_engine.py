@@ -2,12 +2,12 @@
 
 Makes an environment with SGLang 0.5.23 in the cache folder when it is missing; torch and
 transformers are those of the Python that runs this. `cache` drives SGLang's own cache controller,
-radix tree and linker code (`real_sglang.py`); `engine` asks a whole SGLang with a small
-model before and after its processes are killed (`real_sglang_engine.py`); `audit` has every
-hit of that engine computed again, then plants a fault. With --device cuda, and a Python that has
-SGLang and its kernels, `cache` has the linker's pools on the GPU, and `engine` asks a larger model
-(`real_sglang_gpu.py`) and takes first-token times. The last line with --json is
-`{"ok", "points"}`. Exit status 1 if a point fails.
+radix tree and linker code (`real_sglang.py`); `engine` asks a whole SGLang with a small model
+before and after its processes are killed (`real_sglang_engine.py`); `audit` has every hit of that
+engine computed again, then plants a fault; `weights` updates its weights in place. With --device
+cuda, and a Python that has SGLang and its kernels, `cache` has the linker's pools on the GPU, and
+`engine` asks a larger model (`real_sglang_gpu.py`) and takes first-token times. The last line with
+--json is `{"ok", "points"}`. Exit status 1 if a point fails.
 """
 
 import argparse
@@ -154,6 +154,39 @@ def engines(python: Path, folder: Path) -> Seen:
     return seen
 
 
+def updated(python: Path, folder: Path) -> Seen:
+    """Weights that are updated in place have pages of their own: every answer is that of an engine
+    without a linker, and the pages of weights that return are hit."""
+    model, other = smollm2.prepare(CACHE / "models"), folder / "other weights"
+    larger_keys(model, other)
+    answers = []
+    for more in (["--plain"], []):
+        out = folder / f"updated-{len(answers)}.json"
+        where = ["--model", str(model), "--other", str(other), "--depot", str(folder / "updated")]
+        started(python, "real_sglang_engine.py", [*where, "--out", str(out), *more], folder)
+        answers.append(json.loads(out.read_text()))
+    plain, linked = answers
+    full = TOKENS // PAGE * PAGE - PAGE
+    found: Seen = {}
+    for name, answer in linked.items():
+        at_least = 0 if name in ("first", "other") else full
+        found[f"weights {name}"] = {"error": differs(answer, plain[name], at_least), **answer}
+    return found
+
+
+def larger_keys(model: Path, target: Path) -> None:
+    """The model with larger keys and values."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, target)
+    for path in target.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in tensors:
+            if "k_proj" in name or "v_proj" in name:
+                tensors[name] = tensors[name] * 1.3
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
 def audited(python: Path, folder: Path) -> Seen:
     """An engine whose every hit is audited; then, on the same depot, pages in the wrong place."""
     disk = folder / "audited-engine"
@@ -256,7 +289,7 @@ def apart(answer: dict[str, Any], wanted: dict[str, Any]) -> float:
     return float(max(abs(one - other) for one, other in pairs))
 
 
-RUNS: dict[str, Run] = {"cache": run_cache, "engine": engines, "audit": audited}
+RUNS: dict[str, Run] = {"cache": run_cache, "engine": engines, "audit": audited, "weights": updated}
 GPU_RUNS: dict[str, Run] = {"cache": partial(run_cache, device="cuda"), "engine": gpu_engines}
 
 

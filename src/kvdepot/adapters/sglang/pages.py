@@ -48,6 +48,8 @@ class PoolPages:
         self.page_tokens = page_tokens
         self._lock = threading.Lock()
         self._space: NamespaceHandle | None = None
+        self._weights = ""
+        """The name of the weights in `_space`."""
         self._hits: AuditedHits | None = None
         self._compared_as: KVLayout | None = None
         self._hit_s = 0.0
@@ -68,15 +70,14 @@ class PoolPages:
     def ready(
         self, identity: PageIdentity, settings: HiCacheSettings, pool: str, rank: str = ""
     ) -> bool:
-        """Returns True if the pages may be used: the weights have been read, and SGLang has not
-        changed them. `rank`: for a pool that is divided although the KV is not."""
-        if WEIGHTS.changed_by:
-            return False
+        """Returns True if the pages may be used: it is known which weights SGLang has loaded.
+        `rank`: for a pool that is divided although the KV is not."""
         with self._lock:
-            if self._space is None:
-                weights = identity.known_weights(settings)
-                if not weights:
-                    return False
+            weights = WEIGHTS.name_of(identity.known_weights(settings))
+            if not weights:
+                return False
+            if weights != self._weights:
+                self._weights = weights
                 shape = {**self.identity(), **({"rank": rank} if rank else {})}
                 self.register(identity.namespace(settings, weights, pool, shape))
                 config = settings.audit if pool == KV else AuditConfig()

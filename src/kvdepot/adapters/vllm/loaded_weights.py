@@ -37,8 +37,9 @@ supports_draft_weight_updates synchronize_device take_draft_token_ids update_max
 """
 LEAVE_WEIGHTS: Final = frozenset(_HARMLESS_CALLS.split())
 """Calls of vLLM 0.29 to 0.33 to its workers that do not change the model's weights."""
-_UPDATE_BEGINS: Final = ("start_weight_update", "start_draft_weight_update")
-_UPDATE_ENDS: Final = ("finish_weight_update", "reload_weights")
+_UPDATE_BEGINS: Final = ("start_weight_update", "start_draft_weight_update", "begin_weight_update")
+_UPDATE_ENDS: Final = ("finish_weight_update", "reload_weights", "end_weight_update")
+"""Of vLLM, and of SGLang, which begins and ends."""
 
 AskWorkers = Callable[[Callable[[Any], str]], Sequence[str]]
 """Has every worker call a function with itself, and returns the answers."""
