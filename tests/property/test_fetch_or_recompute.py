@@ -1,6 +1,5 @@
 """What holds for every decision, whatever the facts."""
 
-from dataclasses import replace
 from math import inf, isfinite
 
 from hypothesis import given
@@ -47,13 +46,7 @@ queues = st.builds(
     decodes=st.sampled_from([0, 3, 200]),
     decode_context_tokens=st.sampled_from([0, 100_000]),
 )
-engines = st.builds(
-    EngineFeatures,
-    chunk_tokens=st.sampled_from([256, 2048, 100_000]),
-    loads_while_queued=st.booleans(),
-    layer_steps=st.sampled_from([1, 1, 4, 32]),
-    splits=st.just(False),
-)
+engines = st.builds(EngineFeatures, chunk_tokens=st.sampled_from([256, 2048, 100_000]))
 
 
 @st.composite
@@ -108,9 +101,7 @@ def first_token_s(given_facts: Facts, blocks: int) -> float:
     rest = prompt.tokens - start
     backoff_s = max(rest / chunk, 1.0) * step_s + rest * pace.token_s
     backoff_s += attention_work(rest, start) * pace.pair_s
-    lag = max(fetch_s - queue_s, 0.0) if engine.loads_while_queued else fetch_s
-    beside = min(lag, backoff_s, step_s + chunk * pace.token_s) if engine.layer_steps > 1 else 0.0
-    return queue_s + lag + backoff_s - beside * (1.0 - 1.0 / engine.layer_steps)
+    return max(fetch_s, queue_s) + backoff_s
 
 
 @given(facts)
@@ -120,49 +111,23 @@ def test_no_cut_is_better_than_the_chosen_one(given_facts: Facts) -> None:
     times = [first_token_s(given_facts, cut) for cut in range(blocks + 1)]
     assert times[decision.cut_blocks] <= min(times) * CLOSE
     assert abs(decision.predicted_s - times[decision.cut_blocks]) <= 1e-9 * decision.predicted_s
-    assert abs(decision.fetch_all_s - times[-1]) <= 1e-9 * times[-1]
     assert abs(decision.recompute_s - times[0]) <= 1e-9 * times[0]
 
 
-@given(facts, st.booleans())
-def test_never_worse_than_the_better_of_all_and_nothing(given_facts: Facts, splits: bool) -> None:
-    match, prefill, tiers, queue, engine = given_facts
-    decision = choose((match, prefill, tiers, queue, replace(engine, splits=splits)))
-    assert decision.predicted_s <= decision.fetch_all_s
-    assert decision.predicted_s <= decision.recompute_s
-    assert decision.hole_start >= 0
-    assert decision.hole_blocks >= 0
-    assert decision.hole_start + decision.hole_blocks <= decision.cut_blocks
-
-
-@given(facts, st.booleans())
-def test_runs_are_fetched_as_the_cut_and_the_hole_say(given_facts: Facts, splits: bool) -> None:
-    match, prefill, tiers, queue, engine = given_facts
-    decision = choose((match, prefill, tiers, queue, replace(engine, splits=splits)))
-    hole = range(decision.hole_start, decision.hole_start + decision.hole_blocks)
-    where = [number for number, run in enumerate(match[1]) for _ in range(run.blocks)]
-    fetched = [where[block] for block in range(decision.cut_blocks) if block not in hole]
-    assert decision.by_run == tuple(fetched.count(number) for number in range(len(match[1])))
-
-
-@given(facts, st.booleans())
-def test_the_deadline_lies_between_the_fetch_and_a_recompute(
-    given_facts: Facts, splits: bool
-) -> None:
-    match, prefill, tiers, queue, engine = given_facts
-    decision = choose((match, prefill, tiers, queue, replace(engine, splits=splits)))
-    assert decision.fetch_s <= decision.deadline_s * CLOSE
-    assert decision.deadline_s <= decision.recompute_s
-    assert (decision.deadline_s > 0.0) == (decision.fetched_blocks > 0)
+@given(facts)
+def test_runs_are_fetched_as_the_cut_says(given_facts: Facts) -> None:
+    decision, (_, runs) = choose(given_facts), given_facts[0]
+    where = [number for number, run in enumerate(runs) for _ in range(run.blocks)]
+    fetched = where[: decision.cut_blocks]
+    assert decision.by_run == tuple(fetched.count(number) for number in range(len(runs)))
 
 
 @given(facts)
-def test_splitting_never_makes_it_slower(given_facts: Facts) -> None:
-    match, prefill, tiers, queue, engine = given_facts
-    engine = replace(engine, layer_steps=1, loads_while_queued=True)
-    whole = choose((match, prefill, tiers, queue, engine))
-    split = choose((match, prefill, tiers, queue, replace(engine, splits=True)))
-    assert split.predicted_s <= whole.predicted_s
+def test_the_deadline_lies_between_the_fetch_and_a_recompute(given_facts: Facts) -> None:
+    decision = choose(given_facts)
+    assert decision.fetch_s <= decision.deadline_s * CLOSE
+    assert decision.deadline_s <= decision.recompute_s
+    assert (decision.deadline_s > 0.0) == (decision.cut_blocks > 0)
 
 
 @given(facts, st.sets(st.sampled_from(TIERS)))

@@ -125,4 +125,4 @@ def choose(rush: Rush, request: Request, queue: EngineQueue, busy_s: float) -> i
         queue,
         EngineFeatures(chunk_tokens=machine.chunk_tokens),
     )
-    return decision.fetched_blocks
+    return decision.cut_blocks

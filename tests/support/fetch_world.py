@@ -124,9 +124,9 @@ class World:
         return (self.machine.latency_s + size / self.bandwidth_bytes_s) * luck
 
     def play(self, request: Request, advice: Advice, outstanding: int) -> float:
-        """Fetch with the deadline, compute the hole meanwhile, then what is missing."""
+        """Fetch with the deadline, then compute what is missing."""
         choice = advice.decision
-        asked = choice.fetched_blocks
+        asked = choice.cut_blocks
         if not asked:
             return self.compute(0, request.tokens, request.compute_luck)
         waited = self.fetch_seconds(asked, request.fetch_luck, outstanding)
@@ -138,11 +138,8 @@ class World:
             came = min(max(came, 0), asked)
         transfer = Transfer(asked, asked * self.block_bytes, waited, outstanding, asked - came)
         self.advisor.tiers[TIER].observe(transfer)
-        hole = choice.hole_blocks * self.machine.block_tokens
-        busy_s = self.compute(0, hole, request.compute_luck) if hole else 0.0
-        start = min(hole + came * self.machine.block_tokens, request.tokens - 1)
-        backoff_s = self.compute(start, request.tokens, request.compute_luck)
-        return max(waited, busy_s) + backoff_s
+        start = min(came * self.machine.block_tokens, request.tokens - 1)
+        return waited + self.compute(start, request.tokens, request.compute_luck)
 
     def compute(self, start: int, stop: int, luck: float) -> float:
         """Prefill of the tokens start..stop, in steps of the engine, each of them observed."""
@@ -173,8 +170,8 @@ class World:
         return self.prefill_seconds(0, request.tokens) * request.compute_luck
 
 
-def new_world(machine: Machine, bandwidth: float, *, splits: bool = False) -> World:
-    engine = EngineFeatures(chunk_tokens=machine.chunk_tokens, splits=splits)
+def new_world(machine: Machine, bandwidth: float) -> World:
+    engine = EngineFeatures(chunk_tokens=machine.chunk_tokens)
     profile = TierProfile(machine.latency_s, bandwidth)
     return World(machine, bandwidth, Advisor(engine, {TIER: profile}))
 
@@ -205,7 +202,7 @@ def throttle(
         times = [world.serve(request) for request in served]
         counted = served[switch_within:]
         decided = world.outcomes[-len(counted) :]
-        fetched = sum(advice.decision.fetched_blocks for advice, _ in decided)
+        fetched = sum(advice.decision.cut_blocks for advice, _ in decided)
         matched = sum(request.matched_blocks for request in counted)
         steps.append(
             Step(

@@ -15,6 +15,8 @@ class Reason(Enum):
     RECOMPUTE = "recomputing all is faster"
     CUT = "the tail does not pay"
     SPLIT = "one part is recomputed while another is fetched"
+    """No engine can do this. It keeps the numbers of the others."""
+
     RELIEVE = "a tier relieves the engine, which serves other requests"
     EXPLORE = "a tier is not known yet"
     PREFILL_UNKNOWN = "the speed of prefill is not known yet"

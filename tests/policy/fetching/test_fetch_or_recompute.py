@@ -27,7 +27,6 @@ PROMPT = PromptLengths(tokens=1010, block_tokens=100)
 PACE = PrefillPace(0.0, 0.01, 0.0)
 """A block of a hundred tokens takes a second, the last ten tokens a tenth."""
 ENGINE = EngineFeatures(chunk_tokens=100_000)
-SPLITTING = EngineFeatures(chunk_tokens=100_000, splits=True)
 
 
 def tier(block_s: float, wait_s: float = 0.0, spread: float = 0.0) -> TierPace:
@@ -64,12 +63,11 @@ class TestOneTier:
         assert decision.reason is Reason.RECOMPUTE
         assert decision.by_run == (0,)
         assert decision.predicted_s == decision.recompute_s == pytest.approx(10.1)
-        assert decision.fetch_all_s == pytest.approx(20.1)
 
     def test_nothing_matched_is_nothing_fetched(self) -> None:
         decision = choose([], {"ssd": tier(0.1)})
         assert decision.reason is Reason.NOTHING_MATCHED
-        assert decision.fetched_blocks == 0
+        assert decision.cut_blocks == 0
         assert decision.deadline_s == 0.0
         assert decision.predicted_s == pytest.approx(10.1)
 
@@ -81,8 +79,8 @@ class TestOneTier:
     def test_what_the_engine_has_is_not_gained_again(self) -> None:
         """Half of the first block is there: fetching it saves half a second and costs 0.6."""
         local = PromptLengths(tokens=1010, block_tokens=100, local_tokens=950)
-        assert choose(runs(("ssd", 1)), {"ssd": tier(0.6)}, prompt=local).fetched_blocks == 0
-        assert choose(runs(("ssd", 1)), {"ssd": tier(0.4)}, prompt=local).fetched_blocks == 1
+        assert choose(runs(("ssd", 1)), {"ssd": tier(0.6)}, prompt=local).cut_blocks == 0
+        assert choose(runs(("ssd", 1)), {"ssd": tier(0.4)}, prompt=local).cut_blocks == 1
 
 
 class TestSeveralTiers:
@@ -110,46 +108,8 @@ class TestQueue:
         """In every step of fifty tokens forty go to others: a block takes ten steps, not two."""
         busy, engine = EngineQueue(decodes=40), EngineFeatures(chunk_tokens=50)
         tiers = {"hdd": tier(2.0)}
-        assert choose(runs(("hdd", 10)), tiers, engine=engine).fetched_blocks == 0
-        assert choose(runs(("hdd", 10)), tiers, engine=engine, queue=busy).fetched_blocks == 10
-
-
-class TestOverlap:
-    def test_layer_by_layer_a_fetch_runs_beside_the_compute_of_the_rest(self) -> None:
-        """Five blocks fetched in 6 s beside five computed in 5.1: 6 s and a tenth of 5.1."""
-        engine = EngineFeatures(chunk_tokens=100_000, layer_steps=10)
-        decision = choose(runs(("ssd", 5)), {"ssd": tier(1.2)}, engine=engine)
-        assert decision.fetched_blocks == 5
-        assert decision.predicted_s == pytest.approx(6.0 + 0.51)
-        assert choose(runs(("ssd", 5)), {"ssd": tier(1.2)}).fetched_blocks == 0
-
-
-class TestSplit:
-    def test_the_head_is_recomputed_while_the_tail_is_fetched(self) -> None:
-        decision = choose(runs(("ssd", 10)), {"ssd": tier(1.0)}, engine=SPLITTING)
-        assert decision.reason is Reason.SPLIT
-        assert (decision.hole_start, decision.hole_blocks, decision.cut_blocks) == (0, 5, 10)
-        assert decision.predicted_s == pytest.approx(5.1)
-
-    def test_a_fast_head_is_fetched_before_the_hole(self) -> None:
-        tiers = {"dram": tier(0.01), "hdd": tier(1.0)}
-        decision = choose(runs(("dram", 4), ("hdd", 6)), tiers, engine=SPLITTING)
-        assert decision.by_run == (4, 3)
-        assert decision.hole_start == 4
-        assert decision.predicted_s == pytest.approx(3.14)
-
-    def test_a_slow_head_is_recomputed_before_a_fast_tail(self) -> None:
-        tiers = {"hdd": tier(100.0), "dram": tier(0.1)}
-        decision = choose(runs(("hdd", 3), ("dram", 7)), tiers, engine=SPLITTING)
-        assert decision.by_run == (0, 7)
-        assert decision.predicted_s == pytest.approx(3.1)
-
-    def test_a_fast_tier_is_not_split(self) -> None:
-        decision = choose(runs(("dram", 10)), {"dram": tier(0.01)}, engine=SPLITTING)
-        assert decision.reason is Reason.FETCH
-
-    def test_an_engine_that_cannot_does_not(self) -> None:
-        assert choose(runs(("ssd", 10)), {"ssd": tier(0.99)}).hole_blocks == 0
+        assert choose(runs(("hdd", 10)), tiers, engine=engine).cut_blocks == 0
+        assert choose(runs(("hdd", 10)), tiers, engine=engine, queue=busy).cut_blocks == 10
 
 
 @pytest.mark.parametrize(
@@ -226,7 +186,7 @@ class TestAdvisor:
     def test_a_tier_that_is_passed_over_is_probed_now_and_then(self) -> None:
         asked = advisor(self.SLOW)
         advice = [asked.advise(PROMPT, runs(("hdd", 10)), {}) for _ in range(4 * PROBE_EVERY)]
-        assert all(each.decision.fetched_blocks == 0 for each in advice)
+        assert all(each.decision.cut_blocks == 0 for each in advice)
         probes = [each.probe.blocks if each.probe else 0 for each in advice]
         assert probes == [0, PROBE_BLOCKS[0], 0, PROBE_BLOCKS[1]] * 2
 
@@ -283,7 +243,7 @@ class TestDecisionLog:
         assert error.count == 4
         assert error.p50 == pytest.approx(0.5)
         assert error.bias == pytest.approx(3.3 / 7.7)
-        assert log.error(Reason.SPLIT) is None
+        assert log.error(Reason.CUT) is None
         assert log.counts[Reason.FETCH] == 4
 
     def test_what_predicted_nothing_is_counted_only(self) -> None:

@@ -226,7 +226,7 @@ class FetchDecider:
         self._report(
             FirstToken(
                 decided.prompt_tokens,
-                min(decided.prompt_tokens, decision.fetched_blocks * self._block_tokens),
+                min(decided.prompt_tokens, decision.cut_blocks * self._block_tokens),
                 max(0.0, seconds),
                 decision.predicted_s,
                 decision.recompute_s,

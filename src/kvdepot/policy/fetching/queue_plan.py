@@ -205,7 +205,7 @@ def decide_jointly(
     blocks = sum(run.blocks for run in runs)
     paces = {tier: pace for tier, pace in tiers.items() if pace is not None}
     unknown = prefill is None or any(run.tier not in paces for run in runs)
-    if unknown or alone.hole_blocks or alone.cut_blocks == blocks or not (others := company()):
+    if unknown or alone.cut_blocks == blocks or not (others := company()):
         return alone
     assert prefill is not None
     times = PrefillTimes(prompt.lengths, blocks, prefill, queue, engine)
@@ -223,8 +223,8 @@ def decide_jointly(
     if chosen.cut <= alone.cut_blocks or finish_s > due_s:
         return alone
     fetch_s = float(fetch_seconds(runs, paces)[chosen.cut])
-    plan = FetchPlan(chosen.cut, 0, 0, fetch_s, times.queue_s, finish_s)
-    by_run = split_by_run(runs, plan)
+    plan = FetchPlan(chosen.cut, fetch_s, times.queue_s, finish_s)
+    by_run = split_by_run(runs, chosen.cut)
     used = [paces[run.tier] for run, count in zip(runs, by_run, strict=True) if count]
     return replace(
         alone,
