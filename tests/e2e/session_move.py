@@ -5,8 +5,8 @@ and imported by a daemon of another user, in another path, under another Python.
 served from there, has the tokens that it has here and that the model computes without a depot.
 
 Needs root, another Python (3.12 or newer, --python) and the demo's model (./dev setup). The other
-user sees that Python through a mount of its own. Prints one line for each point; with --json one
-object with all of them. Exit status 1 if one fails.
+user sees that Python through a mount of its own. Prints one line for each point; with --json each
+is an object, and the last line has all of them. Exit status 1 if one fails.
 """
 
 import argparse
@@ -21,12 +21,16 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.e2e.e2e_points import Points
 
 import kvdepot
 from kvdepot.adapters.hf import smollm2
@@ -123,18 +127,6 @@ class OtherMachine:
         return found
 
 
-@dataclass
-class Points:
-    as_json: bool
-    found: list[Seen] = field(default_factory=list)
-
-    def add(self, name: str, ok: bool, **figures: Any) -> None:
-        self.found.append({"point": name, "ok": bool(ok), **figures})
-        if not self.as_json:
-            shown = ", ".join(f"{what} {value}" for what, value in figures.items())
-            print(f"{'ok  ' if ok else 'FAIL'} {name}: {shown}", flush=True)
-
-
 def loaded() -> tuple[Any, list[int]]:
     """The model, and the tokens of a text."""
     torch.set_num_threads(1)
@@ -221,10 +213,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvdepot-move-") as folder:
         os.chmod(folder, 0o755)
         move(points, Path(folder), find_python(args.python))
-    ok = all(point["ok"] for point in points.found)
     if args.json:
-        print(json.dumps({"ok": ok, "points": points.found}))
-    return 0 if ok else 1
+        print(json.dumps({"ok": points.ok, "points": points.found}))
+    return 0 if points.ok else 1
 
 
 if __name__ == "__main__":

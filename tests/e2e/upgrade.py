@@ -7,8 +7,8 @@ of one store, while a client of each stays attached and asks all the time: old, 
 CI takes `--before` from tests/data: the wheel of the first version with format 2. Without it this
 version takes turns with itself.
 
-Prints one line for each point of what must hold; with --json one object with all of them. Exit
-status 1 if one fails.
+Prints one line for each point of what must hold; with --json each is an object, and the last line
+has all of them. Exit status 1 if one fails.
 """
 
 import argparse
@@ -21,11 +21,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.e2e.e2e_points import Points
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "tests" / "e2e" / "asking_engine.py"
@@ -41,8 +45,7 @@ class Drill:
     """Both versions, one store, and what was found."""
 
     folder: Path
-    as_json: bool
-    points: list[Seen] = field(default_factory=list)
+    points: Points
 
     def __post_init__(self) -> None:
         self.socket = self.folder / "depot.sock"
@@ -52,12 +55,6 @@ class Drill:
             f'[ssd]\npath = "{self.folder}/kv"\ncapacity = "128MiB"\nsegment = "4MiB"\n'
             '[writeback]\nstaging = "4MiB"\n'
         )
-
-    def add(self, name: str, ok: bool, **figures: Any) -> None:
-        self.points.append({"point": name, "ok": bool(ok), **figures})
-        if not self.as_json:
-            shown = ", ".join(f"{what} {value}" for what, value in figures.items())
-            print(f"{'ok  ' if ok else 'FAIL'} {name}: {shown}", flush=True)
 
     def install(self, version: str, wheel: Path, extra: str = "") -> None:
         """A wheel in an environment of its own, with the numpy that is here."""
@@ -155,7 +152,7 @@ def check_state(drill: Drill, name: str, engines: list[EngineProcess]) -> None:
     """All that was flushed is there for both clients, with the right bytes."""
     served = [engine.wait_for_hits() for engine in engines]
     absent = {engine.version: engine.absent() for engine in engines}
-    drill.add(name, all(served) and not any(absent.values()), absent_blocks=absent)
+    drill.points.add(name, all(served) and not any(absent.values()), absent_blocks=absent)
 
 
 def protocols(drill: Drill) -> list[int]:
@@ -175,7 +172,7 @@ def take_turns(drill: Drill) -> None:
             stack.enter_context(ended(engines[-1].process))
         new = engines[-1]
         kept = [engine.told("keep")["kept"] for engine in engines]
-        drill.add("both put to the old daemon and flush", all(kept))
+        drill.points.add("both put to the old daemon and flush", all(kept))
         check_state(drill, "old daemon, old and new client", engines)
         check_commands(drill)
 
@@ -185,8 +182,8 @@ def take_turns(drill: Drill) -> None:
         stack.enter_context(ended(daemon))
         check_state(drill, "new daemon, the same clients", engines)
         spoken = protocols(drill)
-        drill.add("protocols agreed on", status == 0 and len(spoken) > 0, spoken=spoken)
-        drill.add("a session is kept", new.told("do session").get("kept", False))
+        drill.points.add("protocols agreed on", status == 0 and len(spoken) > 0, spoken=spoken)
+        drill.points.add("a session is kept", new.told("do session").get("kept", False))
 
         daemon.kill()
         daemon.wait()
@@ -200,19 +197,19 @@ def take_turns(drill: Drill) -> None:
         stack.enter_context(ended(daemon))
         check_state(drill, "new daemon again", engines)
         sessions = new.told("do known").get("sessions")
-        drill.add("the session is known again", sessions == ["drill"], sessions=sessions)
+        drill.points.add("the session is known again", sessions == ["drill"], sessions=sessions)
 
         ends = {engine.version: engine.told("stop") for engine in engines}
         counts = {version: end["counts"] for version, end in ends.items()}
         right = all(not end["counts"]["failed"] + end["counts"]["wrong"] for end in ends.values())
         errors = [error for end in ends.values() for error in end["errors"]]
-        drill.add("no request failed, no byte was wrong", right, **counts, errors=errors)
+        drill.points.add("no request failed, no byte was wrong", right, **counts, errors=errors)
         daemon.send_signal(signal.SIGTERM)
-        drill.add("the last daemon ends well", status == 0 and daemon.wait(WAIT_S) == 0)
+        drill.points.add("the last daemon ends well", status == 0 and daemon.wait(WAIT_S) == 0)
     checked = drill.kvdepot("new", "check", str(drill.folder / "kv"), "--json")
-    drill.add("kvdepot check", checked.returncode == 0)
+    drill.points.add("kvdepot check", checked.returncode == 0)
     log = (drill.folder / "daemon.log").read_text()
-    drill.add("no traceback in the daemons' log", "Traceback" not in log, log=log[-400:])
+    drill.points.add("no traceback in the daemons' log", "Traceback" not in log, log=log[-400:])
 
 
 def check_commands(drill: Drill) -> None:
@@ -221,11 +218,11 @@ def check_commands(drill: Drill) -> None:
     said = drill.kvdepot("new", "upgrade-check", "--config", str(drill.settings), *at, "--json")
     verdicts = {one["what"].split()[0]: one for one in json.loads(said.stdout)["findings"]}
     told = verdicts["daemon"]["found"]
-    drill.add("upgrade-check", said.returncode == 0 and "protocol" in told, found=told)
+    drill.points.add("upgrade-check", said.returncode == 0 and "protocol" in told, found=told)
     runs = [("stats",), ("top", "--once", "--json"), ("top", "--once"), ("tiers", "list")]
     ends = [drill.kvdepot("new", *words, *at) for words in runs]
     wrong = [end.stderr[-500:] for end in ends if end.returncode]
-    drill.add("stats, top and tiers list", not wrong, errors=wrong)
+    drill.points.add("stats, top and tiers list", not wrong, errors=wrong)
 
 
 def object_tier(drill: Drill) -> None:
@@ -247,7 +244,9 @@ def object_tier(drill: Drill) -> None:
         absent = engines["old"].absent()
         end = engines["old"].told("stop")["counts"]
         right = kept and not absent + end["failed"] + end["wrong"]
-        drill.add("old client, blocks in the tier object", right, absent_blocks=absent, **end)
+        drill.points.add(
+            "old client, blocks in the tier object", right, absent_blocks=absent, **end
+        )
 
 
 def main() -> int:
@@ -257,15 +256,14 @@ def main() -> int:
     parser.add_argument("--before", type=Path, help="the release before; left out, the new one")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvdepot-drill-") as folder:
-        drill = Drill(Path(folder), args.json)
+        drill = Drill(Path(folder), Points(args.json))
         drill.install("old", args.before or args.wheel)
         drill.install("new", args.wheel, "[s3]")
         take_turns(drill)
         object_tier(drill)
-    ok = all(point["ok"] for point in drill.points)
     if args.json:
-        print(json.dumps({"ok": ok, "points": drill.points}))
-    return 0 if ok else 1
+        print(json.dumps({"ok": drill.points.ok, "points": drill.points.found}))
+    return 0 if drill.points.ok else 1
 
 
 if __name__ == "__main__":
