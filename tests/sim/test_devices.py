@@ -59,13 +59,6 @@ def test_too_many_writes_are_dropped() -> None:
     assert drives.write(1.0, 5, 100.0) == 1
 
 
-def test_waiting_is_that_of_a_queue_with_constant_service() -> None:
-    """D/D/1 with a burst: customer n of a burst waits for n services."""
-    drives = SimulatedDrives(DriveSpeed(1, 100.0, 100.0))
-    ends = [drives.read(0.0, 1, 100.0) for _ in range(5)]
-    assert ends == pytest.approx([1, 2, 3, 4, 5])
-
-
 PACE = GpuPace(PrefillPace(0.0, 0.01, 0.0), weights_s=0.1, context_token_s=0.0, chunk_tokens=100)
 
 
