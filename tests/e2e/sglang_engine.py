@@ -159,7 +159,7 @@ def updated(python: Path, folder: Path) -> Seen:
     without a linker, and the pages of weights that return are hit."""
     model, other = smollm2.prepare(CACHE / "models"), folder / "other weights"
     larger_keys(model, other)
-    answers = []
+    answers: list[dict[str, Any]] = []
     for more in (["--plain"], []):
         out = folder / f"updated-{len(answers)}.json"
         where = ["--model", str(model), "--other", str(other), "--depot", str(folder / "updated")]

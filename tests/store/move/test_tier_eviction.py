@@ -16,7 +16,8 @@ BLOCKS = 10
 def open_store(path: Path, eviction: str) -> kvdepot.Store:
     tree = settings(path, eviction=eviction)
     tree["dram"]["eviction"] = "lru"
-    return kvdepot.open(**tree)
+    store: kvdepot.Store = kvdepot.open(**tree)
+    return store
 
 
 @pytest.mark.parametrize(
