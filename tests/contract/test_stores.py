@@ -1,4 +1,7 @@
-"""The laws of a store, for one of this process. Those for a daemon's are in tests/server."""
+"""The laws of a store, for one of this process, whose memory is private.
+
+Those for a daemon's, whose memory is shared, are in tests/daemon/server/test_contract.py.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -10,18 +13,16 @@ from kvdepot.store.open import open_store
 from kvdepot.testing.store_contract import InPlaceContract, OpenDepot, StoreContract, small
 
 
-@pytest.fixture(params=[False, True], ids=["private", "shared"])
-def depot(tmp_path: Path, request: pytest.FixtureRequest) -> OpenDepot:
+@pytest.fixture
+def depot(tmp_path: Path) -> OpenDepot:
     def opened(**settings: Any) -> Depot:
-        given = {**small(tmp_path / "kv"), **settings}
-        given["dram"] = {**given["dram"], "shared": request.param}
-        return open_store(**given)
+        return open_store(**{**small(tmp_path / "kv"), **settings})
 
     return opened
 
 
 class TestEmbedded(StoreContract):
-    """Through kvdepot.open, with private and with shared memory."""
+    """Through kvdepot.open."""
 
 
 class TestEmbeddedInPlace(InPlaceContract):

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.random_calls import DISK, RandomCalls, settings
+from tests.support.random_calls import DISK, RandomCalls, check_removed, check_reopened, settings
 
 import kvdepot
 from kvdepot.config.settings import load
 from kvdepot.store.open import assemble
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles, Operation
-from kvdepot.testing.images import payload_for
 
 
 def failing(path: Path) -> dict[str, Any]:
@@ -56,14 +55,7 @@ def _lies_on(drive: str, operation: Operation) -> bool:
 class Unlucky(RandomCalls):
     """Threads for whom a failed read is a miss like any other."""
 
-    def _get(self, rng: random.Random, space: Any, keys: list[kvdepot.BlockKey]) -> int:
-        some = keys[: len(self.store.match(keys))] or keys[:2]
-        targets = [bytearray(space.block_bytes) for _ in some]
-        answers = self.store.get_many(some, targets)
-        for key, target, answer in zip(some, targets, answers, strict=True):
-            if answer and target != payload_for(key, space.block_bytes):
-                raise AssertionError(f"wrong bytes for {key.hex()} from {answer.tier}")
-        return sum(map(bool, answers))
+    reasons = (*RandomCalls.reasons, "failed", "late")
 
 
 @pytest.mark.slow
@@ -83,13 +75,6 @@ def test_drives_that_fail_in_turn_under_six_threads(tmp_path: Path, seed: int) -
         assert store.stats()["counters"]["quarantined"] == 0
         assert store.stats()["tiers"]["ssd"]["held_bytes"] <= DISK
         assert store.admin.check(deep=False).ok
-        assert not any(len(store.match([key])) for key in calls.removed)
+        check_removed(store, calls.removed)
     with kvdepot.open(**failing(tmp_path)) as store:
-        again = RandomCalls(store, calls.seed)
-        assert store.admin.check()
-        assert not any(len(store.match([key])) for key in calls.removed), "it came back"
-        for space, keys in again.prompts:
-            for key in keys:
-                target = bytearray(space.block_bytes)
-                if store.get_many([key], [target])[0]:
-                    assert target == payload_for(key, space.block_bytes)
+        check_reopened(store, calls)

@@ -8,33 +8,35 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.support.failures import check_data
-from tests.support.random_calls import BUSY, RandomCalls, check_after, check_removed, settings
+from tests.support.random_calls import (
+    BUSY,
+    RandomCalls,
+    check_after,
+    check_removed,
+    check_reopened,
+    settings,
+)
 
 import kvdepot
-from kvdepot.testing.images import payload_for
 
 
-def stress(folder: Path, seed: int, threads: int, seconds: float, below: str = "") -> None:
-    with kvdepot.open(**settings(folder, below)) as store:
+def stress(folder: Path, seed: int, threads: int, seconds: float, **tiers: Any) -> None:
+    """`tiers`: those of the settings of random calls."""
+    tree = settings(folder, **tiers)
+    busy = [*BUSY, "get_hdd" if "hdd" in tree else "get_ssd"]
+    if "cxl" in tree:
+        busy = [*BUSY, "get_cxl", "demoted", "evicted_cxl"]
+    with kvdepot.open(**tree) as store:
         calls = RandomCalls(store, seed)
-        calls.run(threads, seconds, [*BUSY, "get_hdd" if below else "get_ssd"])
+        calls.run(threads, seconds, busy)
         check_after(store, calls, folder)
         assert calls.removed
         check_removed(store, calls.removed)
-    with kvdepot.open(**settings(folder, below)) as store:
-        again = RandomCalls(store, seed)
-        assert store.admin.check()
-        check_removed(store, calls.removed)
-        for space, keys in again.prompts:
-            for key in keys:
-                target = bytearray(space.block_bytes)
-                if store.get_many([key], [target])[0]:
-                    right = target == payload_for(key, space.block_bytes)
-                    check_data(right, f"wrong bytes for {key.hex()}")
-        assert store.stats()["counters"]["quarantined"] == 0
+    with kvdepot.open(**tree) as store:
+        check_reopened(store, calls)
 
 
 @pytest.mark.stress
@@ -49,6 +51,13 @@ def test_six_threads_for_three_seconds(tmp_path: Path, seed: int) -> None:
 )
 def test_six_threads_on_three_tiers(tmp_path: Path, seed: int, below: str) -> None:
     stress(tmp_path, seed, threads=6, seconds=5.0, below=below)
+
+
+@pytest.mark.slow
+@pytest.mark.stress
+@pytest.mark.parametrize("below", ["", "write-through", "write-through-selective"])
+def test_six_threads_with_a_slower_memory(tmp_path: Path, seed: int, below: str) -> None:
+    stress(tmp_path, seed, threads=6, seconds=5.0, below=below, cxl=True)
 
 
 @pytest.mark.slow

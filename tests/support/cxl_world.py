@@ -60,10 +60,6 @@ def damage(store: Store, key: BlockKey, *, at: int = 4096 + 100, tier: int = 1) 
         image[at] ^= 1
 
 
-def counter(store: Store, name: str) -> int:
-    return int(store.stats()["counters"][name])
-
-
 def opened(folder: Path, **cxl: Any) -> Store:
     """With a disk."""
     return open_store(**settings(**cxl), ssd=disk(folder))

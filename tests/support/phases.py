@@ -8,7 +8,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from kvdepot.store.move.demote import Demoter
 from kvdepot.store.move.drain import MoveAway
@@ -18,7 +18,6 @@ from kvdepot.store.state.state import PendingWrites
 from kvdepot.store.write.write_back import WriteDown
 
 Phase = Literal["promotion", "demotion", "reclaim", "drain"]
-PHASES: Final[tuple[Phase, ...]] = ("promotion", "demotion", "reclaim", "drain")
 
 
 class Phases:

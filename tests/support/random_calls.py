@@ -29,8 +29,10 @@ BUSY = ("evicted_dram", "reclaimed_segments", "promoted", "removed")
 """Counters that must not be zero after a calls."""
 
 
-def settings(path: Path, below: str = "") -> dict[str, Any]:
-    """Two drives, and hard drives that get their blocks as `below` says."""
+def settings(path: Path, below: str = "", *, cxl: bool = False) -> dict[str, Any]:
+    """Two drives, hard drives that get their blocks as `below` says, and a slower memory: a file,
+    so that a wrong place in it would be seen.
+    """
     tree: dict[str, Any] = {
         "dram": {"capacity": DRAM, "prefault": False, "huge_pages": "never"},
         "ssd": {"path": [path / "a", path / "b"], "capacity": DISK, "segment": "1MiB"},
@@ -41,11 +43,19 @@ def settings(path: Path, below: str = "") -> dict[str, Any]:
         tree["hdd"] = {"path": paths, "capacity": DISK, "segment": "1MiB", "write_mode": below}
         tree["hdd"]["run"] = "256KiB"
         tree["ssd"].update(capacity=DISK // 3)
+    if cxl:
+        device = path / "device"
+        with device.open("ab") as file:
+            file.truncate(2 * DRAM)
+        tree["cxl"] = {"capacity": 2 * DRAM, "path": device, "prefault": False}
     return tree
 
 
 class RandomCalls:
     """Threads that do random things to one store until told to stop."""
+
+    reasons: tuple[str, ...] = ("absent", "busy")
+    """Of misses."""
 
     def __init__(self, store: kvdepot.Store, seed: int) -> None:
         self.store = store
@@ -139,7 +149,7 @@ class RandomCalls:
         for key, target, answer in zip(some, targets, answers, strict=True):
             right = not answer or target == payload_for(key, space.block_bytes)
             check_data(right, f"wrong bytes for {key.hex()} from {answer.tier}")
-            if not answer and answer.reason not in ("absent", "busy"):
+            if not answer and answer.reason not in self.reasons:
                 raise AssertionError(f"{key.hex()}: {answer.reason} on a disk that works")
         return sum(map(bool, answers))
 
@@ -213,8 +223,22 @@ def check_after(store: kvdepot.Store, calls: RandomCalls, folder: Path) -> None:
     assert counters["put_stored"] + counters["put_present"] == calls.accepted
     tiers = stats["tiers"]
     assert tiers["dram"]["used_bytes"] <= DRAM
+    assert "cxl" not in tiers or tiers["cxl"]["used_bytes"] <= 2 * DRAM
     assert tiers["ssd"]["used_bytes"] <= tiers["ssd"]["held_bytes"] <= DISK
     assert eventually(lambda: files_bytes(folder) == held_bytes(store)), "accounting"
     assert stats["index_bytes"] < 1 << 20
     counts = [tier["blocks"] for tier in tiers.values()]
     assert max(counts) <= stats["blocks"] <= sum(counts)
+
+
+def check_reopened(store: kvdepot.Store, calls: RandomCalls) -> None:
+    """What was removed is not back, and every byte that is there is right."""
+    again = RandomCalls(store, calls.seed)
+    assert store.admin.check()
+    check_removed(store, calls.removed)
+    for space, keys in again.prompts:
+        targets = [bytearray(space.block_bytes) for _ in keys]
+        for key, target, got in zip(keys, targets, store.get_many(keys, targets), strict=True):
+            right = not got or target == payload_for(key, space.block_bytes)
+            check_data(right, f"wrong bytes for {key.hex()}")
+    assert store.stats()["counters"]["quarantined"] == 0

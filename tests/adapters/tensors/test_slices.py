@@ -16,7 +16,6 @@ from kvdepot.errors import ConfigError
 from kvdepot.native.fallback import CopyRectangle
 
 LAYERS, PAGES, PAGE, DIM = 5, 24, 3, 4
-BLOCK_PAGES = 2
 
 
 def blocks_of(layers: list[torch.Tensor], count: int) -> list[Pieces]:

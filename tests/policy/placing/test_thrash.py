@@ -21,18 +21,11 @@ def store(tmp_path: Path) -> Iterator[Store]:
         assert opened.admin.check().ok
 
 
-def forget(store: Store) -> None:
-    """Drop everything from memory."""
-    with store.inspect().state.lock:
-        for row in np.flatnonzero(store.inspect().catalog.memory.state.array).tolist():
-            store.inspect().memory().drop(row)
-
-
 def read(store: Store, prompts: list[list[BlockKey]]) -> None:
     for keys in prompts:
         assert None not in tiers(store, keys)
         assert store.flush()
-        forget(store)
+        store.inspect().drop_from_memory()
 
 
 def stored(store: Store, prompts: int) -> list[list[BlockKey]]:
@@ -42,7 +35,7 @@ def stored(store: Store, prompts: int) -> list[list[BlockKey]]:
     for keys in everything:
         assert all(put(store, keys))
         assert store.flush()
-        forget(store)
+        store.inspect().drop_from_memory()
     store.volumes.set_write_mode("hdd", "write-back")
     return everything
 
@@ -74,7 +67,7 @@ class TestThrashing:
             read(store, everything[:4])
         assert not thrashes(store)
         read(store, everything[16:])
-        forget(store)
+        store.inspect().drop_from_memory()
         assert tiers(store, everything[16]) == ["ssd"] * 10
 
     def test_users_who_fit_never_thrash(self, store: Store) -> None:
@@ -101,7 +94,7 @@ class TestHits:
         (keys,) = stored(store, 1)
         ssd, hdd = store.inspect().state.lower_tiers
         read(store, [keys])
-        at = np.array(rows(store, keys))
+        at = np.array(store.inspect().rows(keys))
         assert (ssd.copies.state.array[at] == CopyState.READY).all()
         assert (ssd.hits(at).tolist(), hdd.hits(at).tolist()) == ([0] * 10, [1] * 10)
         read(store, [keys])
@@ -128,7 +121,9 @@ class TestSelective:
             last = prompt(space, 100, 2)
             assert all(put(store, last))
             assert store.flush()
-            assert all(store.inspect().lower().copies.ready(row) for row in rows(store, last))
+            assert all(
+                store.inspect().lower().copies.ready(row) for row in store.inspect().rows(last)
+            )
 
     def test_what_never_came_back_promises_nothing(self, tmp_path: Path) -> None:
         tree = settings(tmp_path, ssd={"write_mode": "write-through-selective"})
@@ -139,7 +134,3 @@ class TestSelective:
                 assert all(put(store, prompt(space, number, 2)))
             assert store.flush().complete
             assert counter(store, "written") == 0
-
-
-def rows(store: Store, keys: list[BlockKey]) -> list[int]:
-    return store.inspect().catalog.rows(keys)

@@ -114,12 +114,12 @@ class TestUp:
         assert all(put(store, keys))
         assert store.flush()
         assert (blocks_in(store, "ssd"), blocks_in(store, "hdd")) == (0, 10)
-        self.forget(store)
+        store.inspect().drop_from_memory()
         store.volumes.set_write_mode("hdd", "write-back")
         assert tiers(store, keys) == ["hdd"] * 10
         assert store.flush()
         assert (blocks_in(store, "ssd"), blocks_in(store, "hdd")) == (10, 10)
-        self.forget(store)
+        store.inspect().drop_from_memory()
         assert tiers(store, keys) == ["ssd"] * 10
 
     def test_in_pass_through_it_does_not_enter_the_ssd(self, store: Store) -> None:
@@ -127,16 +127,10 @@ class TestUp:
         keys = prompt(space_of(store), 1, 10)
         assert all(put(store, keys))
         assert store.flush()
-        self.forget(store)
+        store.inspect().drop_from_memory()
         assert tiers(store, keys) == ["hdd"] * 10
         assert store.flush()
         assert blocks_in(store, "ssd") == 0
-
-    def forget(self, store: Store) -> None:
-        """Drop everything from memory."""
-        with store.inspect().state.lock:
-            for row in np.flatnonzero(store.inspect().catalog.memory.state.array).tolist():
-                store.inspect().memory().drop(row)
 
 
 class TestWriteModes:

@@ -10,16 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.cxl_world import (
-    MIB,
-    counter,
-    damage,
-    fill,
-    opened,
-    places,
-    settings,
-    settle,
-)
+from tests.support.cxl_world import MIB, damage, fill, opened, places, settings, settle
+from tests.support.stores import counter
 
 import kvdepot
 from kvdepot.core.depot import Arrival

@@ -9,12 +9,11 @@ from tests.support.stores import settings
 from tests.support.waiting import eventually
 
 from kvdepot.config.settings import load
-from kvdepot.core.block import BlockKey
 from kvdepot.store.move import mover
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of
+from kvdepot.testing.store_contract import prompt, put, space_of
 
 ENOUGH_S = 20.0
 """Many times longer than any call may take here, and much shorter than the stall."""
@@ -42,20 +41,6 @@ def in_time(call: Callable[[], object]) -> bool:
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     return eventually(lambda: not thread.is_alive(), ENOUGH_S)
-
-
-def fill(store: Store) -> list[BlockKey]:
-    """More than fits, and all of it asked for: a reclaim has to move blocks."""
-    keys = [key for number in range(12) for key in prompt(space_of(store), number, 4)]
-    for key in keys:
-        put(store, [key])
-        store.flush()
-    store.inspect().drop_from_memory()
-    there = [key for key in keys if store.match([key])]
-    for key in there:
-        store.get_many([key], [bytearray(BLOCK_BYTES)])[0]
-    store.inspect().drop_from_memory()
-    return there
 
 
 def test_metadata_that_stalls_does_not_hold_up_others(store: Store, files: FaultyFiles) -> None:

@@ -18,27 +18,18 @@ from kvdepot.daemon.server.services import ServiceCalls
 from kvdepot.daemon.wire.frames import Peer
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
+from kvdepot.testing.clocks import ManualClock
 from kvdepot.testing.store_contract import LAYOUT, prompt, put, small, space_of
 from kvdepot.volumes.records import BlockingReads
 
 pytestmark = pytest.mark.usefixtures("quick_watchdog")
 
 
-class Watch:
-    """A time of day that tests set."""
-
-    def __init__(self) -> None:
-        self.at_s = 1_800_000_000.0
-
-    def now(self) -> float:
-        return self.at_s
-
-
-def opened(path: Path, watch: Clock | None = None, **more: object) -> Store:
+def opened(path: Path, clock: Clock | None = None, **more: object) -> Store:
     tree = small(path / "kv")
     tree["dram"] |= {"capacity": 1 << 20, "eviction": "lru"}
     tree["ssd"] |= {"capacity": 2 << 20, "segment": 256 << 10}
-    return assemble(load(overrides={**tree, **more}), wall=watch or Watch())
+    return assemble(load(overrides={**tree, **more}), wall=clock or ManualClock(1.8e9))
 
 
 def chat(store: Store, seed: int = 1, blocks: int = 6, name: str = "chat") -> list[BlockKey]:
@@ -92,13 +83,13 @@ def test_pinned_blocks_stay_while_others_go(tmp_path: Path) -> None:
 
 
 def test_a_pin_outlives_a_restart(tmp_path: Path) -> None:
-    watch = Watch()
-    with opened(tmp_path, watch) as store:
+    clock = ManualClock(1.8e9)
+    with opened(tmp_path, clock) as store:
         keys = chat(store)
-        assert store.sessions.pin("chat", until_s=watch.at_s + 100)
-    with opened(tmp_path, watch) as store:
+        assert store.sessions.pin("chat", until_s=clock.now() + 100)
+    with opened(tmp_path, clock) as store:
         (found,) = store.sessions.show("chat")
-        assert found["pin"]["until_s"] == watch.at_s + 100
+        assert found["pin"]["until_s"] == clock.now() + 100
         assert (found["turns"], found["blocks"], found["model"]) == (1, 6, "contract")
         crowd_out(store)
         assert len(store.match(keys)) == 6
@@ -116,11 +107,11 @@ def test_a_session_is_known_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_it_ends_in_time(tmp_path: Path) -> None:
-    watch = Watch()
-    with opened(tmp_path, watch) as store:
+    clock = ManualClock(1.8e9)
+    with opened(tmp_path, clock) as store:
         keys = chat(store)
         assert store.sessions.pin("chat", for_s=60)
-        watch.at_s += 61
+        clock.advance(61)
         until(lambda: store.sessions.show("chat")[0]["pin"] is None)
         crowd_out(store)
         assert len(store.match(keys)) == 0
@@ -186,13 +177,13 @@ class TestRefusals:
             assert "user 7001" in pin(calls[0], "tenant 3")["reason"], "after a restart too"
 
     def test_an_end_that_makes_no_sense(self, tmp_path: Path) -> None:
-        watch = Watch()
-        with opened(tmp_path, watch) as store:
+        clock = ManualClock(1.8e9)
+        with opened(tmp_path, clock) as store:
             chat(store)
-            assert "past" in store.sessions.pin("chat", until_s=watch.at_s - 1).reason
+            assert "past" in store.sessions.pin("chat", until_s=clock.now() - 1).reason
             assert "days at most" in store.sessions.pin("chat", for_s=1e9).reason
             with pytest.raises(kvdepot.ConfigError, match="not both"):
-                store.sessions.pin("chat", for_s=1, until_s=watch.at_s + 9)
+                store.sessions.pin("chat", for_s=1, until_s=clock.now() + 9)
             with pytest.raises(kvdepot.ConfigError, match="is not known"):
                 store.sessions.pin("nobody's", for_s=1)
 
@@ -206,8 +197,8 @@ class TestRefusals:
 
 @pytest.mark.parametrize("how", ["unpin", "time"])
 def test_a_session_that_was_closed_is_closed_when_its_pin_ends(tmp_path: Path, how: str) -> None:
-    watch = Watch()
-    with opened(tmp_path, watch) as store:
+    clock = ManualClock(1.8e9)
+    with opened(tmp_path, clock) as store:
         keys = chat(store)
         assert store.sessions.pin("chat", for_s=60)
         store.sessions.name("chat", state="closed")
@@ -217,7 +208,7 @@ def test_a_session_that_was_closed_is_closed_when_its_pin_ends(tmp_path: Path, h
         assert [one["name"] for one in store.sessions.list()] == ["chat"]
         if how == "unpin":
             assert store.sessions.unpin("chat") == 1
-        watch.at_s += 61
+        clock.advance(61)
         store.sessions.pins.look()
         assert all(row in catalog.closed for row in rows)
         assert store.sessions.list() == []

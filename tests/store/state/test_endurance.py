@@ -206,9 +206,7 @@ class TestBypass:
             store.volumes.set_write_mode("hdd", "write-back")
             drive = store.inspect().log_volume()
             drive.wear.take(int(drive.wear.level_bytes))
-            with store.inspect().state.lock:
-                for row in store.inspect().catalog.rows(keys):
-                    store.inspect().memory().drop(row)
+            store.inspect().drop_from_memory(keys)
             assert tiers(store, keys) == ["hdd"] * 4
             assert store.flush()
             assert (blocks_in(store, "ssd"), counter(store, "bypassed")) == (0, 4)
