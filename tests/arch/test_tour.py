@@ -27,14 +27,11 @@ COUNTS = re.compile(
     re.MULTILINE,
 )
 OVER_GOAL = {
-    "Put to disk": Goal(14, 26, 183),
-    "Put to disk, through the daemon": Goal(21),
-    "Hit in memory": Goal(6, 15, 57),
-    "Hit on SSD": Goal(11, 21, 109),
-    "Hit on a hard drive": Goal(13),
-    "Hit in a bucket": Goal(15),
-    "Hit in memory, through the daemon": Goal(12, 21),
-    "vLLM load from SSD": Goal(17),
+    "Put to disk": Goal(13, 25, 159),
+    "Put to disk, through the daemon": Goal(20),
+    "Hit on SSD": Goal(9, 17, 87),
+    "Hit in a bucket": Goal(14),
+    "Hit in memory, through the daemon": Goal(11, 17),
 }
 """Walks that enter more than their goal today. Numbers may only fall; nothing is added. Functions
 have a margin of 3, because some are entered by timing.

@@ -141,8 +141,6 @@ class Catalog:
             Copies(self.table, name, self.residency, 1 << number)
             for number, name in enumerate((*memories, *files))
         )
-        self.memories = self.tiers[: len(memories)]
-        self.files = self.tiers[len(memories) :]
         self._memory_bits = (1 << len(memories)) - 1
         names = [copies.tier for copies in self.tiers]
         fastest = ((bits & -bits).bit_length() - 1 for bits in range(1, 1 << len(names)))
@@ -153,6 +151,14 @@ class Catalog:
         self.memory, self.leaves = self.tiers[0], self.orders[0]
         self.closed = Closed(self.tree)
         self.leased = 0
+
+    @property
+    def memories(self) -> tuple[Copies, ...]:
+        return self.tiers[: len(self.orders)]
+
+    @property
+    def files(self) -> tuple[Copies, ...]:
+        return self.tiers[len(self.orders) :]
 
     def row(self, key: BlockKey) -> int:
         """The key's row, or NONE."""

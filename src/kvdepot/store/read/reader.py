@@ -401,6 +401,7 @@ class VolumeReads:
 
     def __init__(self, state: StoreState, slots: SlotAllocator, late: TimedOutIo) -> None:
         self._state = state
+        self._arena = state.arena
         self._slots = slots
         self._late = late
 
@@ -559,7 +560,7 @@ class VolumeReads:
         for name in ("key", "payload_bytes", "chunk_bytes", "start", "stop"):
             batch[name] = blocks[name]
         batch["place"] = locations & _PLACES
-        batch["image"] = slots + np.where(promote, state.arena.address, state.staging.address)
+        batch["image"] = slots + np.where(promote, self._arena.address, state.staging.address)
         batch["target"] = blocks["address"]
         if (blocks["stop"] - blocks["start"] != blocks["payload_bytes"]).any():
             batch["start"], batch["stop"], exact = spans(blocks)
@@ -573,7 +574,7 @@ class VolumeReads:
         """
         state, lower = self._state, reads.lower
         some = reads.waiting[: _WAVE_BLOCKS_MAX if reads.flying else _FIRST_BLOCKS_MAX]
-        limit = min(lower.volumes.wave_bytes, max(1, state.arena.capacity_bytes // 4))
+        limit = min(lower.volumes.wave_bytes, max(1, self._arena.capacity_bytes // 4))
         sizes = np.cumsum(record_sizes(call.blocks["payload_bytes"][some]))
         some = some[: max(1, int(np.searchsorted(sizes, limit, "right")))]
         reads.waiting = reads.waiting[len(some) :]
@@ -698,7 +699,7 @@ class VolumeReads:
         """Free a slot whose block was not read."""
         state = self._state
         if wave.promote[at]:
-            state.arena.free(state.catalog.memory.drop(int(call.rows[wave.indices[at]])))
+            self._arena.free(state.catalog.memory.drop(int(call.rows[wave.indices[at]])))
         else:
             state.staging.free(int(wave.slots[at]))
 
@@ -710,7 +711,7 @@ class VolumeReads:
         promote = bool(wave.promote[at])
         if promote:
             state.catalog.memory.drop(int(call.rows[index]))
-            state.arena.set_owner(slot, TEMPORARY)
+            self._arena.set_owner(slot, TEMPORARY)
         (key,) = as_keys(call.blocks["key"][[index]])
         nbytes = int(record_sizes(call.blocks["payload_bytes"][[index]])[0])
         return LateRead(slot, key, nbytes, promote)

@@ -115,8 +115,6 @@ class StoreState:
                 memory.arenas, catalog.memories, catalog.orders, strict=True
             )
         )
-        self.arena = self.memory_tiers[0].arena
-        """The arena of the fastest memory tier."""
         self.events = Events()
         self.lock = StoreLock()
         self.using = StoreCall(self)
@@ -148,6 +146,11 @@ class StoreState:
             self.leased -= len(rows)
             if not self.closing.is_set():
                 self.unlease(rows)
+
+    @property
+    def arena(self) -> Arena:
+        """The arena of the fastest memory tier."""
+        return self.memory_tiers[0].arena
 
     @property
     def all_arenas(self) -> list[Arena]:

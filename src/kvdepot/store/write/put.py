@@ -71,6 +71,7 @@ class Putter:
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
+        self._arena = state.arena
         self.slots = SlotAllocator(state, state.memory_tiers[0])
 
     def store(self, blocks: Array, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
@@ -92,7 +93,7 @@ class Putter:
                     if len(wave) < len(blocks):
                         some = blocks[[offer.index for offer in wave]]
                     slots = np.array([offer.slot for offer in wave])
-                    copy_in(some, slots + state.arena.address)
+                    copy_in(some, slots + self._arena.address)
                     self._head(wave)
                     filled = True
                 finally:
@@ -136,7 +137,7 @@ class Putter:
         try:
             if not summed:
                 for offer in wave:
-                    image = self._state.arena.image(offer.slot, offer.nbytes)
+                    image = self._arena.image(offer.slot, offer.nbytes)
                     checksum_slot(image, offer.payload_bytes, offer.chunk_bytes)
             self._head(wave)
             sealed = True
@@ -245,7 +246,7 @@ class Putter:
                 catalog.use([row])
                 return PutResult.PRESENT
         nbytes = offer.nbytes
-        if not state.arena.chunks_for(nbytes):
+        if not self._arena.chunks_for(nbytes):
             return PutResult.REFUSED
         slot = None
         if below or nbytes <= dirty_room:
@@ -259,7 +260,7 @@ class Putter:
             row = catalog.add(offer.key, offer.payload_bytes)
         else:  # the row may have been freed by the eviction
             row = catalog.ensure(offer.key, offer.payload_bytes)
-        state.arena.set_owner(slot, row)
+        self._arena.set_owner(slot, row)
         catalog.memory.reserve(row, slot)
         catalog.lease([row])
         offer.row, offer.slot = row, slot
@@ -275,7 +276,7 @@ class Putter:
         """Write the head of each record, and zeros after its payload."""
         for offer in wave:
             nbytes = offer.nbytes
-            image = self._state.arena.image(offer.slot, nbytes)
+            image = self._arena.image(offer.slot, nbytes)
             sizes = (offer.payload_bytes, offer.chunk_bytes)
             write_head(image, Kind.BLOCK, offer.key, *sizes, offer.tokens, offer.producer)
             end = HEAD_BYTES + offer.payload_bytes
@@ -290,7 +291,7 @@ class Putter:
         below = {row for row in rows if catalog.residency.view[row]}
         stamp = state.stamps.next()  # with the lock held: orders it with removals
         for offer in wave:
-            set_stamp(state.arena.image(offer.slot, HEAD_BYTES), stamp)
+            set_stamp(self._arena.image(offer.slot, HEAD_BYTES), stamp)
             catalog.memory.seal(offer.row)
             catalog.leaves.enter(offer.row, offer.nbytes)
         new = rows
@@ -322,7 +323,7 @@ class Putter:
         assert self._state.lock.held()
         state = self._state
         for offer in wave:
-            state.arena.free(state.catalog.memory.drop(offer.row))
+            self._arena.free(state.catalog.memory.drop(offer.row))
         state.unlease(_leased(wave))
 
     def _count_others(self, outcomes: list[PutResult]) -> None:
