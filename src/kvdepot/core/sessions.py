@@ -7,13 +7,26 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from typing import Any, Final
 
 from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.depot import PrefetchHint
 from kvdepot.core.keys import Keys, as_words
-from kvdepot.core.order import SessionState
 from kvdepot.errors import ConfigError
+
+
+class SessionState(IntEnum):
+    """The state of a block's session, as the engine reported it, until the block's next use."""
+
+    NONE = 0
+    ALIVE = 1
+    PENDING = 2
+    """A tool call is under way: the session comes back within seconds."""
+
+    CLOSED = 3
+    """The session will not come back."""
+
 
 NAME_BYTES_MAX: Final = 200
 STATES: Final = {

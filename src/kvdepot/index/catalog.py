@@ -12,11 +12,11 @@ import numpy as np
 
 from kvdepot.core.block import ALLOWED, BlockKey, CopyState, check_transition
 from kvdepot.core.keys import Keys, as_words
-from kvdepot.core.order import Order
 from kvdepot.core.requests import Array
 from kvdepot.errors import StateError
 from kvdepot.index.closed import Closed
 from kvdepot.index.leaves import LeafOrder
+from kvdepot.index.order import Order
 from kvdepot.index.table import FEW, NONE, Bools, Column, KeyTable, Rows
 from kvdepot.index.tree import PrefixTree
 

@@ -6,7 +6,7 @@ found in constant time. A block that is leased or waits to be written is held. I
 until it would be the victim, because most leases end before that; then it is queued again when its
 last hold ends.
 
-An `Order` (core/order.py, policy/eviction) chooses the leaf that is evicted first. Each size class
+An `Order` (order.py, policy/eviction) chooses the leaf that is evicted first. Each size class
 has queues of its own, because a slot can only be reused for a block of the same class.
 """
 
@@ -15,7 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import Lru, Order, SessionState
+from kvdepot.core.sessions import SessionState
+from kvdepot.index.order import Lru, Order
 from kvdepot.index.queues import LinkedQueues
 from kvdepot.index.table import FEW, NONE, Bools, KeyTable, Rows
 from kvdepot.index.tree import PrefixTree

@@ -5,8 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import ColumnView
-from kvdepot.index.table import NONE, KeyTable
+from kvdepot.index.table import NONE, Column, KeyTable
 
 _STEPS_MAX: Final = 8
 """Most steps from an end of a queue to the place of a row."""
@@ -14,7 +13,7 @@ OUT: Final = -1
 
 
 class LinkedQueues:
-    """`width` queues for each group of rows; see core.order.EvictionQueues."""
+    """`width` queues for each group of rows, coldest first; a group is a size class."""
 
     def __init__(self, table: KeyTable, width: int) -> None:
         self._width = width
@@ -32,6 +31,7 @@ class LinkedQueues:
         return NONE if base is None else self._cold[base + queue]
 
     def ends(self, group: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The coldest and the warmest row of each queue."""
         base = self._base.get(group)
         if base is None:
             return (), ()
@@ -39,10 +39,12 @@ class LinkedQueues:
         return self._cold[base:end], self._warm[base:end]
 
     def occupied(self, group: int) -> int:
+        """The queues of a group that are not empty, as bits."""
         base = self._base.get(group)
         return 0 if base is None else self._occupied[base // self._width]
 
     def to_end(self, row: int, queue: int) -> None:
+        """Move a row that is in a queue to the warm end of a queue of its group."""
         now = self.queue.view[row]
         at = now // self._width * self._width + queue
         if at != now or self._warm[at] != row:
@@ -53,7 +55,7 @@ class LinkedQueues:
         base = self._base.get(group)
         self._insert_before(row, NONE, (self._add(group) if base is None else base) + queue)
 
-    def place(self, row: int, group: int, queue: int, stamps: ColumnView) -> None:
+    def place(self, row: int, group: int, queue: int, stamps: Column) -> None:
         """Put a row where its stamp belongs, if that is near an end; else at the warm end."""
         base = self._base.get(group)
         at = (self._add(group) if base is None else base) + queue

@@ -11,9 +11,9 @@ from typing import Final, Literal
 import numpy as np
 
 from kvdepot.core.keys import Keys
-from kvdepot.core.order import Order
 from kvdepot.errors import StateError
 from kvdepot.index.leaves import LeafOrder
+from kvdepot.index.order import Order
 from kvdepot.index.table import NONE, Bools, KeyTable, Rows
 from kvdepot.index.tree import PrefixTree
 from kvdepot.sim.drives import SimulatedDrives

@@ -18,8 +18,8 @@ from kvdepot.core.depot import FlushReport
 from kvdepot.core.keys import Keys, as_keys, tag_word
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.metadata import Tombstone
-from kvdepot.core.order import SessionState
 from kvdepot.core.requests import BLOCK_DTYPE, Array, BlockSize, Offer
+from kvdepot.core.sessions import SessionState
 from kvdepot.core.units import format_bytes
 from kvdepot.core.volume import TIER_NAMES, Ints
 from kvdepot.depot import check_block_bytes

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvdepot.core.block import BlockKey
-from kvdepot.core.order import SessionState
+from kvdepot.core.sessions import SessionState
 from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE

@@ -11,7 +11,7 @@ import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import SystemClock
 from kvdepot.core.keys import as_words
-from kvdepot.core.order import SessionState
+from kvdepot.core.sessions import SessionState
 from kvdepot.errors import ConfigError, KeyFormatError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.pinned_rows import PinnedRows

@@ -6,7 +6,7 @@ from typing import Final
 from kvdepot.core.block import TAG_BYTES
 from kvdepot.core.depot import PrefetchHint
 from kvdepot.core.keys import Keys
-from kvdepot.core.order import SessionState
+from kvdepot.core.sessions import SessionState
 from kvdepot.daemon.client.connections import (
     Connections,
     DaemonAwayError,

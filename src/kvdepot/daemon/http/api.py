@@ -13,8 +13,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from kvdepot.config.loader import show
-from kvdepot.core.order import SessionState
-from kvdepot.core.sessions import state_of
+from kvdepot.core.sessions import SessionState, state_of
 from kvdepot.daemon.http import bodies
 from kvdepot.daemon.http.archives import ARCHIVE, MEDIA, ArchiveMover
 from kvdepot.daemon.http.changes import ChangeRunner

@@ -12,9 +12,8 @@ from kvdepot.config.settings import Config
 from kvdepot.core.block import ANSWERS, TAG_BYTES, GetResult
 from kvdepot.core.depot import DURABILITY, Durability
 from kvdepot.core.keys import Keys
-from kvdepot.core.order import SessionState
 from kvdepot.core.requests import BLOCK_DTYPE, Array, Arrived, BlockSize
-from kvdepot.core.sessions import checked_name
+from kvdepot.core.sessions import SessionState, checked_name
 from kvdepot.daemon.server.client_resources import (
     NO_LEASE,
     TAKE_TIMEOUT_S,

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Final
 
-from kvdepot.core.order import Lru, Order
 from kvdepot.errors import ConfigError
+from kvdepot.index.order import Lru, Order
 from kvdepot.policy.eviction.fifo_lfu_s3fifo import Fifo, Lfu, S3Fifo
 from kvdepot.policy.eviction.prefill_value import PrefillValue
 from kvdepot.policy.eviction.reuse_density import ReuseDensity

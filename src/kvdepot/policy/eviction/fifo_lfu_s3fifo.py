@@ -1,11 +1,14 @@
-"""Eviction orders for comparison: FIFO, LFU, S3-FIFO. LRU is in core/order.py."""
+"""Eviction orders for comparison: FIFO, LFU, S3-FIFO. LRU is in index/order.py."""
 
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import NO_ROW, EvictionQueues, Lru, RowTable, TreeView
+from kvdepot.index.order import Lru
+from kvdepot.index.queues import LinkedQueues
+from kvdepot.index.table import NONE, KeyTable
+from kvdepot.index.tree import PrefixTree
 from kvdepot.policy.eviction.ghosts import Ghosts
 
 _COUNT_MAX: Final = 255
@@ -20,7 +23,7 @@ class Fifo(Lru):
 
     moves_on_use = False
 
-    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
+    def bind(self, rows: KeyTable, tree: PrefixTree, queues: LinkedQueues) -> None:
         super().bind(rows, tree, queues)
         self._stamps = rows.column(np.int64, 0)
         self._arrivals = 0
@@ -35,7 +38,7 @@ class Lfu(Lru):
 
     queues = _COUNT_MAX + 1
 
-    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
+    def bind(self, rows: KeyTable, tree: PrefixTree, queues: LinkedQueues) -> None:
         super().bind(rows, tree, queues)
         self._uses = rows.column(np.uint8, 0)
 
@@ -55,7 +58,7 @@ class Lfu(Lru):
     def victim(self, group: int) -> int:
         occupied = self._queues.occupied(group)
         if not occupied:
-            return NO_ROW
+            return NONE
         return self._queues.first(group, (occupied & -occupied).bit_length() - 1)
 
 
@@ -71,7 +74,7 @@ class S3Fifo(Lru):
     moves_on_use = False
     takes_chains = False
 
-    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
+    def bind(self, rows: KeyTable, tree: PrefixTree, queues: LinkedQueues) -> None:
         super().bind(rows, tree, queues)
         self._rows = rows
         self._stamps = rows.column(np.int64, 0)
@@ -105,7 +108,7 @@ class S3Fifo(Lru):
 
     def victim(self, group: int) -> int:
         uses = self._uses.view
-        while (row := self._candidate(group)) != NO_ROW:
+        while (row := self._candidate(group)) != NONE:
             if not uses[row]:
                 return row
             queue = self._queue.view[row]
@@ -113,12 +116,12 @@ class S3Fifo(Lru):
             self._count[queue] -= 1
             self._join(row, _LONG)
             self._queues.to_end(row, _LONG)
-        return NO_ROW
+        return NONE
 
     def _candidate(self, group: int) -> int:
         first, main = self._queues.first(group, _SHORT), self._queues.first(group, _LONG)
         crowded = self._count[_SHORT] > sum(self._count) * _PROBATION_SHARE
-        return first if main == NO_ROW or (first != NO_ROW and crowded) else main
+        return first if main == NONE or (first != NONE and crowded) else main
 
     def _join(self, row: int, queue: int) -> None:
         self._arrivals += 1

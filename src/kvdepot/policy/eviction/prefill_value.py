@@ -11,7 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import EvictionQueues, RowTable, TreeView
+from kvdepot.index.queues import LinkedQueues
+from kvdepot.index.table import KeyTable
+from kvdepot.index.tree import PrefixTree
 from kvdepot.policy.eviction.reuse_density import QUEUES, ReuseDensity
 
 CROSSOVER_TOKENS: Final = 30_000.0
@@ -32,7 +34,7 @@ class PrefillValue(ReuseDensity):
         per_block = CROSSOVER_TOKENS / block_tokens
         self._bounds = [(bound - 1.0) * per_block for bound in _BOUNDS]
 
-    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
+    def bind(self, rows: KeyTable, tree: PrefixTree, queues: LinkedQueues) -> None:
         super().bind(rows, tree, queues)
         self._first = rows.column(np.uint8, 0)
         """The first queue of the row's class."""

@@ -20,7 +20,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.core.order import NO_ROW, ColumnView, EvictionQueues, RowTable, SessionState, TreeView
+from kvdepot.core.sessions import SessionState
+from kvdepot.index.queues import LinkedQueues
+from kvdepot.index.table import NONE, Column, KeyTable
+from kvdepot.index.tree import PrefixTree
 from kvdepot.policy.eviction.ghosts import Ghosts
 
 Floats = npt.NDArray[np.float64]
@@ -209,7 +212,7 @@ _Look = tuple[int, int, int, float, float, int]
 """The cold and the warm end of a queue; age and expected reuses of the cold end; the smaller
 expectation of both ends, and its row."""
 _NEVER: Final = -1
-_UNSEEN: Final[_Look] = (NO_ROW, NO_ROW, 0, 0.0, 0.0, NO_ROW)
+_UNSEEN: Final[_Look] = (NONE, NONE, 0, 0.0, 0.0, NONE)
 
 
 class LearntTrust:
@@ -258,20 +261,18 @@ class VictimSearch:
         self._looks: list[_Look] = []
         self._filled_by_bits: dict[int, tuple[int, ...]] = {}
 
-    def victim(
-        self, queues: EvictionQueues, group: int, since: Ages, now: int, trust: float
-    ) -> int:
+    def victim(self, queues: LinkedQueues, group: int, since: Ages, now: int, trust: float) -> int:
         """The oldest block, or the end of a queue with clearly fewer expected reuses."""
         colds, warms = queues.ends(group)
         if not colds:
-            return NO_ROW
+            return NONE
         for closed in self._closed:
-            if colds[closed] != NO_ROW:
+            if colds[closed] != NONE:
                 return colds[closed]
         if now != self.moment:
             self.moment, self._looks = now, [_UNSEEN] * len(self._queues)
         looks, boosts = self._looks, self._age_boost
-        victim = least_promising = NO_ROW
+        victim = least_promising = NONE
         oldest, promise, least = -1.0, 0.0, _MUCH
         for queue in self._filled(queues.occupied(group)):
             look = looks[queue]
@@ -323,7 +324,7 @@ class ReuseDensity:
         self._events = 0
         self._refreshed = 0
 
-    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
+    def bind(self, rows: KeyTable, tree: PrefixTree, queues: LinkedQueues) -> None:
         self._rows, self._tree, self._queues = rows, tree, queues
         self._since = rows.column(np.int64, 0)
         self._kind = rows.column(np.uint8, _OUT)
@@ -331,7 +332,7 @@ class ReuseDensity:
         self._uses = rows.column(np.uint8, 0)
 
     @property
-    def stamps(self) -> ColumnView:
+    def stamps(self) -> Column:
         return self._since
 
     def queue(self, row: int) -> int:
@@ -343,7 +344,7 @@ class ReuseDensity:
         ghost = self._ghosts.recall(digest)
         if ghost is None:
             parent, turns, uses = self._tree.parent.view[row], 0, 0
-            if parent != NO_ROW:  # its session has come back once more if the parent was used
+            if parent != NONE:  # its session has come back once more if the parent was used
                 turns = min(self._turns.view[parent] + (self._uses.view[parent] > 0), _COUNT_MAX)
             self._kind.view[row] = _KIND_OF[min(turns, _TURNS_MAX)][0]
         else:
@@ -390,7 +391,7 @@ class ReuseDensity:
         kind[row] = _OUT
         self._count -= 1
         parent = self._tree.parent.view[row]
-        if parent != NO_ROW and since[parent] < since[row]:
+        if parent != NONE and since[parent] < since[row]:
             since[parent] = since[row]
 
     def session_changed(self, rows: Sequence[int], state: SessionState) -> None:

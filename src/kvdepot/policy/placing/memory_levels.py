@@ -15,7 +15,10 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import NO_ROW, EvictionQueues, Lru, RowTable, TreeView
+from kvdepot.index.order import Lru
+from kvdepot.index.queues import LinkedQueues
+from kvdepot.index.table import NONE, KeyTable
+from kvdepot.index.tree import PrefixTree
 
 _OCTAVES: Final = 48
 _BREATH: Final = 8
@@ -85,7 +88,7 @@ class ReturnTimes(Lru):
         self._unseen = _STALE
         self._later = self._later_sum = [0.0] * (_OCTAVES + 1)
 
-    def bind(self, rows: RowTable, tree: TreeView, queues: EvictionQueues) -> None:
+    def bind(self, rows: KeyTable, tree: PrefixTree, queues: LinkedQueues) -> None:
         super().bind(rows, tree, queues)
         self._tree = tree
         self._since = rows.column(np.int64, 0)
@@ -101,7 +104,7 @@ class ReturnTimes(Lru):
             self._since.view[row] = self._stamps.view[row]
             self._count()
             parent = self._tree.parent.view[row]
-            if parent != NO_ROW and self._returns.view[parent]:
+            if parent != NONE and self._returns.view[parent]:
                 self._returns.view[row] = 1
                 self._octave.view[row] = self._octave.view[parent]
 

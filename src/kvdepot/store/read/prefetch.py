@@ -13,8 +13,8 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.order import SessionState
 from kvdepot.core.requests import BLOCK_DTYPE, Array
+from kvdepot.core.sessions import SessionState
 from kvdepot.core.volume import VOLUME_SHIFT, Ints
 from kvdepot.format.record import record_bytes, record_sizes
 from kvdepot.index.table import NONE

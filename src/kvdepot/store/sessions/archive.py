@@ -27,10 +27,9 @@ from kvdepot.core.json_object import parse_object
 from kvdepot.core.keys import ROOT_LINK, as_words, tag_word
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import FORMAT_VERSION
-from kvdepot.core.order import SessionState
 from kvdepot.core.private import open_private_file
 from kvdepot.core.requests import BLOCK_DTYPE, Array, BlockSize, Offer
-from kvdepot.core.sessions import checked_name
+from kvdepot.core.sessions import SessionState, checked_name
 from kvdepot.errors import ConfigError, FormatError
 from kvdepot.format.record import token_ids as token_ids_of
 from kvdepot.io.files import aligned

@@ -17,8 +17,7 @@ import numpy as np
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
 from kvdepot.core.json_object import parse_object
 from kvdepot.core.metadata import Metadata, MetaEntry, MetaKind
-from kvdepot.core.order import SessionState
-from kvdepot.core.sessions import checked_name
+from kvdepot.core.sessions import SessionState, checked_name
 from kvdepot.errors import ConfigError
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.table import NONE

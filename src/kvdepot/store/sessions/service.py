@@ -10,8 +10,15 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
 from kvdepot.core.depot import checked_deadline
 from kvdepot.core.keys import Keys, as_words
-from kvdepot.core.order import SessionState
-from kvdepot.core.sessions import DepotSessions, Facts, PinReceipt, by_tag, checked_name, state_of
+from kvdepot.core.sessions import (
+    DepotSessions,
+    Facts,
+    PinReceipt,
+    SessionState,
+    by_tag,
+    checked_name,
+    state_of,
+)
 from kvdepot.depot import Namespaces, checked
 from kvdepot.errors import ConfigError
 from kvdepot.index.pinned_rows import PinnedRows

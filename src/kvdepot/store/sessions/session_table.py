@@ -17,7 +17,7 @@ import numpy as np
 from kvdepot.core.block import KEY_BYTES, BlockKey
 from kvdepot.core.clock import Clock
 from kvdepot.core.keys import Keys
-from kvdepot.core.order import SessionState
+from kvdepot.core.sessions import SessionState
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.pinned_rows import PinnedRows
 from kvdepot.index.table import NONE, Bools
