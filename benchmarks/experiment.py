@@ -15,7 +15,7 @@ from kvdepot.cli.bench import as_text
 from kvdepot.cli.directories import choose_parent, scratch_directory
 from kvdepot.cli.machine import describe
 from kvdepot.cli.main import Parser, exit_status
-from kvdepot.cli.report import Origin, Report
+from kvdepot.cli.report import Report, origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace, needed_bytes: int, play: Callable[[Path, bool
     with scratch_directory(parent, "kvdepot-bench-") as directory:
         answer = play(directory, args.quick)
     if args.html is not None:
-        page = answer.report.html(Origin.of(shlex.join(sys.argv)))
+        page = answer.report.html(origin(shlex.join(sys.argv)))
         args.html.write_text(page, encoding="utf-8")
         output.say(f"wrote {args.html}")
     if args.json:

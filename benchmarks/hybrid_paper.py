@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.cli import output
-from kvdepot.cli.report import Origin, Report, Section
+from kvdepot.cli.report import Report, Section, origin
 from kvdepot.cli.tables import Table
 from kvdepot.planner.parts import Parts, load_parts
 from kvdepot.planner.simulation import Machines, fleet_of
@@ -464,7 +464,7 @@ def as_page(rows: list[Statement]) -> str:
     lead = "SK hynix and Seagate, 2026, figures 12 to 22: what it says, and what is simulated."
     section = Section("Statements", [Table(heads, cells)])
     report = Report("kvdepot sim: the hybrid storage paper", lead, [section])
-    return report.html(Origin.of(shlex.join(sys.argv)))
+    return report.html(origin(shlex.join(sys.argv)))
 
 
 if __name__ == "__main__":

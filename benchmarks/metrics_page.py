@@ -11,6 +11,7 @@ from typing import Final
 
 from kvdepot.store.metrics import METRICS
 
+UNITS: Final = ("seconds", "bytes", "blocks", "tokens", "joules", "ratio")
 PAGE: Final = Path(__file__).parents[1] / "docs" / "metrics.md"
 BEGIN: Final = "<!-- metrics: written by benchmarks/metrics_page.py --write -->"
 END: Final = "<!-- end of metrics -->"
@@ -24,7 +25,8 @@ def table() -> str:
     ]
     for metric in METRICS:
         labels = ", ".join(f"`{label}`" for label in metric.labels) or "–"
-        unit = metric.unit or "–"
+        name = metric.name.removesuffix("_total")
+        unit = next((unit for unit in UNITS if name.endswith(f"_{unit}")), "–")
         facts = (f"`{metric.name}`", metric.kind, unit, labels, metric.help, f"`{metric.source}`")
         lines.append(f"| {' | '.join(facts)} |")
     return "\n".join(lines)

@@ -15,17 +15,22 @@ from kvdepot.cli.report import (
     Chart,
     Curve,
     Curves,
-    Origin,
     Point,
     Report,
     Section,
     Series,
+    origin,
     ticks,
 )
 from kvdepot.cli.tables import Table
 from kvdepot.planner.parts import load_parts
 
-ORIGIN = Origin("kvdepot plan <x>", "1.2.3", "two cores", "today")
+ORIGIN = {
+    "command": "kvdepot plan <x>",
+    "kvdepot": "1.2.3",
+    "machine": "two cores",
+    "date": "today",
+}
 SVG = "{http://www.w3.org/2000/svg}"
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -175,8 +180,8 @@ def test_a_page_is_well_formed_and_needs_nothing_else() -> None:
     foot = whole.partition("<footer>")[2]
     for words in ("kvdepot plan &lt;x&gt;", "1.2.3", "two cores", "today"):
         assert words in foot
-    here = Origin.of("kvdepot sim")
-    assert here.version == kvdepot.__version__ and "kernel" in here.machine
+    here = origin("kvdepot sim")
+    assert here["kvdepot"] == kvdepot.__version__ and "kernel" in here["machine"]
 
 
 def test_all_tiers_have_a_colour() -> None:

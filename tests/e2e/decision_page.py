@@ -4,7 +4,7 @@ import shlex
 import sys
 from typing import Any
 
-from kvdepot.cli.report import Curve, Curves, Origin, Point, Report, Section
+from kvdepot.cli.report import Curve, Curves, Point, Report, Section, origin
 
 ARMS = {"fetched": "fetch all", "recomputed": "recompute", "decided": "decide"}
 
@@ -22,7 +22,7 @@ def decision_page(seen: dict[str, Any]) -> str:
         Section("Two thirds of it in memory, the rest on disk", [_chart(seen["mixed"])]),
     ]
     report = Report("Fetch or recompute, decided for each prompt", lead, sections)
-    return report.html(Origin.of(shlex.join(sys.argv)))
+    return report.html(origin(shlex.join(sys.argv)))
 
 
 def _chart(steps: list[dict[str, Any]]) -> Curves:

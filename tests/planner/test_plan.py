@@ -28,7 +28,9 @@ FEW = {"dram": [0, 8], "cxl": [0, 4], "ssd": [0, 4, 8], "hdd": [0, 12, 24], "obj
 
 @pytest.fixture(scope="module")
 def parts() -> Parts:
-    return load_parts(overrides={f"tiers.{name}.counts": few for name, few in FEW.items()})
+    shipped = load_parts()
+    few = {name: replace(shipped.tiers[name], counts=tuple(FEW[name])) for name in FEW}
+    return replace(shipped, tiers={**shipped.tiers, **few})
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from kvdepot.cli.main import main
 from kvdepot.errors import ConfigError
 from kvdepot.planner.footprint import find_codec, footprint_of
-from kvdepot.planner.models import KNOWN_MODELS, find_model, model_names
+from kvdepot.planner.models import KNOWN_MODELS, find_model
 from kvdepot.planner.retention import retention
 
 Seen = pytest.CaptureFixture[str]
@@ -45,8 +45,9 @@ def test_every_known_model_has_a_size() -> None:
         model = find_model(known.repository)
         assert footprint_of(model).bytes_per_token > 0
         assert all(cost.pair_flops > 0 for cost in model.attention_costs())
+        assert known.active_parameters and known.parameters
         assert known.active_parameters <= known.parameters
-    assert len(set(model_names())) == len(KNOWN_MODELS)
+    assert len({known.name for known in KNOWN_MODELS}) == len(KNOWN_MODELS)
     assert {known.family for known in KNOWN_MODELS} == {"dense", "moe", "sliding", "mla", "hybrid"}
 
 

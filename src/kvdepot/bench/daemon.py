@@ -13,7 +13,6 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, Final, cast
 
-from kvdepot.bench.bars import DAEMON_MATCH_P99_US, daemon_bar
 from kvdepot.bench.prompts import prompts_for
 from kvdepot.bench.raw import MIB, filled, pieces
 from kvdepot.bench.rounds import (
@@ -33,6 +32,8 @@ from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
+DAEMON_MATCH_P99_US: Final = 1000.0
+"""The promise for a match of 512 blocks through the daemon while four clients are busy."""
 BLOCKS_BYTES: Final = (MIB, 4 * MIB, 32 * MIB)
 CLIENTS: Final = 4
 _SET_BYTES: Final = 512 * MIB
@@ -44,6 +45,11 @@ _PAYLOAD_BYTES: Final = 4096
 _START_S: Final = 60.0
 _BATCH_BYTES: Final = 32 * MIB
 _EMBEDDED: Final = "the same store in this process"
+
+
+def daemon_bar(op: str, block_bytes: int) -> float | None:
+    """The least speed of a batch, relative to a store in the same process."""
+    return 0.90 if op == "get_many" and block_bytes >= MIB else None
 
 
 def parts(plan: BenchPlan, directory: Path) -> Iterator[BenchPart]:

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.bench.bars import METADATA_REQUESTS, OBJECT, OBJECT_PROMPT
 from kvdepot.bench.prompts import BLOCK_TOKENS, WAIT_S, FlushedStore, check_tier
 from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import BenchPart, BenchPlan, Figure, Result, compare, spread, stopwatch
@@ -24,6 +23,12 @@ from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.volumes.object.bucket import Bucket, BucketError, open_bucket
 
+OBJECT: Final = 0.90
+"""The promised speed of put and get through a bucket, relative to obstore alone."""
+OBJECT_PROMPT: Final = 1.06
+"""The promised time to read the KV of a prompt from a bucket, relative to obstore alone."""
+METADATA_REQUESTS: Final = 8.0
+"""The promised requests to find a prefix of 512 blocks that another machine has uploaded."""
 _PREFIX_BLOCKS: Final = 512
 _PREFIX_BLOCK_BYTES: Final = 128 << 10
 _PREFIX_OBJECT_BYTES: Final = 4 * MIB

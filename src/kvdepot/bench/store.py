@@ -10,14 +10,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.bench.bars import (
-    DEGRADATION,
-    KEYS_US,
-    MATCH_LEASE_US,
-    disk_bar,
-    fastest_copy_bar,
-    memory_bar,
-)
 from kvdepot.bench.prompts import (
     BLOCK_TOKENS,
     WAIT_S,
@@ -44,6 +36,12 @@ from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
+MATCH_LEASE_US: Final = 1000.0
+"""The promise for matching and leasing a hit of 512 blocks."""
+KEYS_US: Final = 10_000.0
+"""The promise for computing the keys of 131,072 tokens."""
+DEGRADATION: Final = 0.90
+"""The promised lookup speed with 10^6 blocks in the index, relative to 10^3 blocks."""
 MEMORY_BLOCKS: Final = (1 * MIB, 4 * MIB, 32 * MIB)
 INDEXES: Final = (10**3, 10**5, 10**6)
 QUICK_INDEXES: Final = (10**3, 10**5)
@@ -58,6 +56,24 @@ _DISK_SETS: Final = 3
 _PAYLOAD_BYTES: Final = 4096
 _ROUND_CALLS: Final = 20
 _PATIENCE_S: Final = 30.0
+
+
+def disk_bar(op: str, block_bytes: int) -> float | None:
+    """The least speed relative to the raw device, measured with registered huge pages."""
+    if op == "get":
+        return 0.80 if block_bytes >= 4 * MIB else 0.75 if block_bytes >= 128 << 10 else None
+    least = {"deliver": 0.90, "put": 0.85}.get(op)
+    return least if block_bytes >= 4 * MIB else None
+
+
+def memory_bar(block_bytes: int) -> float | None:
+    """The least speed relative to memcpy in one thread."""
+    return 0.85 if block_bytes >= MIB else None
+
+
+def fastest_copy_bar(op: str, block_bytes: int) -> float | None:
+    """The least speed relative to the fastest copy: streaming, on all cores."""
+    return 0.80 if op == "get_many" and block_bytes >= 4 * MIB else None
 
 
 def parts(plan: BenchPlan, directory: Path) -> Iterator[BenchPart]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvdepot.bench.bars import TTFT_MISS, TTFT_SSD
 from kvdepot.bench.raw import MIB
 from kvdepot.bench.rounds import Result, Timings, compare, spread
 from kvdepot.errors import ConfigError, StateError
@@ -21,6 +20,10 @@ from kvdepot.store.store import Store
 if TYPE_CHECKING:
     from kvdepot.adapters.hf.first_token import TimedAnswer, TimedModel
 
+TTFT_SSD: Final = 1 / 20
+"""The promised time to first token of a long prompt from disk, relative to computing it."""
+TTFT_MISS: Final = 1.03
+"""The same for a prompt without any block in the depot."""
 PREFIX_TOKENS: Final = 4000
 QUICK_PREFIX_TOKENS: Final = 1000
 QUESTION_TOKENS: Final = 16

@@ -10,12 +10,12 @@ from kvdepot.cli import output
 from kvdepot.cli.arguments import parse_settings
 from kvdepot.cli.command import Answer, Command
 from kvdepot.cli.directories import write_page
-from kvdepot.cli.report import Bars, Curve, Curves, Origin, Point, Report, Section, Series
-from kvdepot.cli.tables import Table
+from kvdepot.cli.report import Bars, Curve, Curves, Point, Report, Section, Series, origin
+from kvdepot.cli.tables import Column, Table
 from kvdepot.config.loader import show, to_toml
 from kvdepot.config.settings import Config
 from kvdepot.core.units import format_count, format_decimal_bytes, format_duration
-from kvdepot.planner.outcome import Mix, MixOutcome
+from kvdepot.planner.outcome import Mix, MixOutcome, TierUse
 from kvdepot.planner.parts import Parts, load_parts, shipped_parts
 from kvdepot.planner.plan import CHOSEN, GPU_MEMORY_ONLY, Plan, Purchase, all_mixes, make_plan
 from kvdepot.planner.retention import NEVER_S
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> Answer:
         output.say(f"left out: {', '.join(absent)}; this version has no such tier")
     report = report_of(plan)
     if args.report is not None:
-        write_page(args.report, report.html(Origin.of(args.typed)))
+        write_page(args.report, report.html(origin(args.typed)))
         output.say(f"report: {args.report}")
     return Answer(document(plan), report.text(), status=1 if plan.misses else 0)
 
@@ -290,44 +290,40 @@ def facts_table(plan: Plan) -> Table:
 
 def tiers_table(plan: Plan) -> Table:
     """The tiers of a node, and the bill for all nodes; the sums add up to the price."""
-    parts, nodes, rows = plan.parts, plan.scenario.fleet.nodes, []
-    for use in plan.chosen.tiers:
-        device = parts.tiers[use.tier]
-        price = device.price + device.slot_price
-        rows.append(
-            (
-                use.tier,
-                use.units,
-                format_decimal_bytes(use.capacity_bytes),
-                f"{use.hit_share:.1%}",
-                age_text(use.horizon_s),
-                f"{use.read_busy:.0%}",
-                f"{use.write_busy:.0%}",
-                format_decimal_bytes(use.writes_bytes_per_day),
-                wear_text(use.life_years),
-                f"{price:,g}",
-                f"{use.units * nodes * price:,g}",
-            )
-        )
-    heads = ["tier of a node", "units", "size", "of prompt tokens", "reaches back", "reading"]
-    heads += ["writing", "written a day", "worn out in", "price", f"all nodes, {parts.currency}"]
-    return Table(heads, rows)
+    parts, nodes = plan.parts, plan.scenario.fleet.nodes
+
+    def price(use: TierUse) -> float:
+        return parts.tiers[use.tier].price + parts.tiers[use.tier].slot_price
+
+    columns: dict[str, Column] = {
+        "tier of a node": "tier",
+        "units": "units",
+        "size": lambda use: format_decimal_bytes(use.capacity_bytes),
+        "of prompt tokens": lambda use: f"{use.hit_share:.1%}",
+        "reaches back": lambda use: age_text(use.horizon_s),
+        "reading": lambda use: f"{use.read_busy:.0%}",
+        "writing": lambda use: f"{use.write_busy:.0%}",
+        "written a day": lambda use: format_decimal_bytes(use.writes_bytes_per_day),
+        "worn out in": lambda use: wear_text(use.life_years),
+        "price": lambda use: f"{price(use):,g}",
+        f"all nodes, {parts.currency}": lambda use: f"{use.units * nodes * price(use):,g}",
+    }
+    return Table.of(plan.chosen.tiers, columns)
 
 
 def next_table(plan: Plan) -> Table:
-    rows = [
-        (
-            purchase_text(one),
-            money_text(plan.parts, one.money),
-            time_text(one.ttft_mean_s),
-            time_text(one.ttft_p95_s),
-            age_text(one.retention_s),
-            f"{one.saved_ms_per_1000:.3g} ms" if one.saved_ms_per_1000 else "-",
-        )
-        for one in plan.next
-    ]
-    heads = ("one step more", f"over {plan.parts.years:g} years", "mean", "p95", "kept for")
-    return Table((*heads, f"saved for 1,000 {plan.parts.currency}"), rows)
+    def saved(one: Purchase) -> str:
+        return f"{one.saved_ms_per_1000:.3g} ms" if one.saved_ms_per_1000 else "-"
+
+    columns: dict[str, Column] = {
+        "one step more": purchase_text,
+        f"over {plan.parts.years:g} years": lambda one: money_text(plan.parts, one.money),
+        "mean": lambda one: time_text(one.ttft_mean_s),
+        "p95": lambda one: time_text(one.ttft_p95_s),
+        "kept for": lambda one: age_text(one.retention_s),
+        f"saved for 1,000 {plan.parts.currency}": saved,
+    }
+    return Table.of(plan.next, columns)
 
 
 def alternatives_table(plan: Plan) -> Table:
@@ -336,40 +332,32 @@ def alternatives_table(plan: Plan) -> Table:
             return "no number of nodes"
         return f"{enough.nodes:,} at {money_text(plan.parts, enough.cost.per_hour)}/h"
 
-    rows = [
-        (
-            one.name,
-            mix_text(plan.parts, one.outcome.mix),
-            time_text(one.outcome.ttft_mean_s),
-            time_text(one.outcome.ttft_p95_s),
-            f"{one.outcome.hit_share:.0%}",
-            f"{one.outcome.gpu_busy:.0%}",
-            age_text(one.outcome.retention_s),
-            money_text(plan.parts, one.outcome.cost.per_hour),
-            f"{one.outcome.cost.power_w / 1000:,.1f} kW",
-            enough_text(one.enough),
-        )
-        for one in plan.alternatives
-    ]
-    heads = ("", "each node has", "mean", "p95", "hits", "GPUs asked", "kept for", "an hour")
-    return Table((*heads, "power", "nodes for the p95"), rows)
+    columns: dict[str, Column] = {
+        "": "name",
+        "each node has": lambda one: mix_text(plan.parts, one.outcome.mix),
+        "mean": lambda one: time_text(one.outcome.ttft_mean_s),
+        "p95": lambda one: time_text(one.outcome.ttft_p95_s),
+        "hits": lambda one: f"{one.outcome.hit_share:.0%}",
+        "GPUs asked": lambda one: f"{one.outcome.gpu_busy:.0%}",
+        "kept for": lambda one: age_text(one.outcome.retention_s),
+        "an hour": lambda one: money_text(plan.parts, one.outcome.cost.per_hour),
+        "power": lambda one: f"{one.outcome.cost.power_w / 1000:,.1f} kW",
+        "nodes for the p95": lambda one: enough_text(one.enough),
+    }
+    return Table.of(plan.alternatives, columns)
 
 
 def frontier_table(plan: Plan) -> Table:
-    rows = [
-        (
-            mix_text(plan.parts, one.mix),
-            money_text(plan.parts, one.cost.per_hour),
-            money_text(plan.parts, one.cost.store_price),
-            time_text(one.ttft_p95_s),
-            f"{one.hit_share:.1%}",
-            age_text(one.retention_s),
-            CHOSEN if one.mix == plan.chosen.mix else "",
-        )
-        for one in plan.frontier
-    ]
-    heads = ("each node has", "an hour", "memory and drives", "p95", "hits", "kept for", "")
-    return Table(heads, rows)
+    columns: dict[str, Column] = {
+        "each node has": lambda one: mix_text(plan.parts, one.mix),
+        "an hour": lambda one: money_text(plan.parts, one.cost.per_hour),
+        "memory and drives": lambda one: money_text(plan.parts, one.cost.store_price),
+        "p95": lambda one: time_text(one.ttft_p95_s),
+        "hits": lambda one: f"{one.hit_share:.1%}",
+        "kept for": lambda one: age_text(one.retention_s),
+        "": lambda one: CHOSEN if one.mix == plan.chosen.mix else "",
+    }
+    return Table.of(plan.frontier, columns)
 
 
 def swings_table(plan: Plan) -> Table:

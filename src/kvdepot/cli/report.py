@@ -7,12 +7,12 @@ screen; their numbers stand below them as a table.
 import datetime
 import math
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from itertools import pairwise
-from typing import Final, Self
+from typing import Final
 
 import kvdepot
 from kvdepot.cli.machine import read_machine
@@ -222,31 +222,17 @@ def _drawing(height: float, title: str, parts: Sequence[str]) -> str:
     return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>"])
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The command, version, machine and date of a report, for the foot of its page."""
-
-    command: str
-    version: str
-    machine: str
-    date: str
-
-    @classmethod
-    def of(cls, command: str) -> Self:
-        """The origin of a report that `command` makes now on this machine."""
-        facts = read_machine()
-        machine = ", ".join(
-            [
-                facts.cpu,
-                f"{facts.cores} cores",
-                format_bytes(facts.memory_bytes),
-                *(f"{gpu}" for gpu in facts.gpus),
-                f"kernel {facts.kernel}",
-                f"Python {platform.python_version()}",
-            ]
-        )
-        date = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="minutes")
-        return cls(command, kvdepot.__version__, machine, date)
+def origin(command: str) -> dict[str, str]:
+    """The origin of a report that `command` makes now, for the foot of its page."""
+    facts = read_machine()
+    machine = [facts.cpu, f"{facts.cores} cores", format_bytes(facts.memory_bytes), *facts.gpus]
+    machine += [f"kernel {facts.kernel}", f"Python {platform.python_version()}"]
+    return {
+        "command": command,
+        "kvdepot": kvdepot.__version__,
+        "machine": ", ".join(machine),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="minutes"),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,18 +261,13 @@ class Report:
                 blocks.append(f"{section.title.upper()}\n" + "\n\n".join(texts))
         return "\n\n".join(blocks)
 
-    def html(self, origin: Origin) -> str:
+    def html(self, made: Mapping[str, str]) -> str:
+        """The page; `made` is the report's `origin`."""
         sheets = (("kvdepot.core", "palette.css"), (__package__, "report.css"))
         style = "".join(
             resources.files(at).joinpath(name).read_text("utf-8") for at, name in sheets
         )
-        facts = {
-            "command": origin.command,
-            "kvdepot": origin.version,
-            "machine": origin.machine,
-            "date": origin.date,
-        }
-        foot = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
+        foot = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in made.items())
         body = [f"<h1>{escape(self.title)}</h1>", _paragraph(self.lead, "lead")]
         for section in self.sections:
             body += _section(section)

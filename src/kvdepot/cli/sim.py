@@ -17,11 +17,11 @@ from kvdepot.cli.report import (
     Bars,
     Curve,
     Curves,
-    Origin,
     Point,
     Report,
     Section,
     Series,
+    origin,
 )
 from kvdepot.cli.tables import Table
 from kvdepot.config.loader import load_tree
@@ -118,7 +118,7 @@ def run_hits(args: argparse.Namespace) -> Answer:
     played = [(case, *timed_play(workload, case)) for case in cases(args, workload.block_tokens)]
     report = hits_report(args.trace.name, workload, played)
     if args.report is not None:
-        write_page(args.report, report.html(Origin.of(args.typed)))
+        write_page(args.report, report.html(origin(args.typed)))
     facts = {
         "trace": str(args.trace),
         "requests": len(workload),
@@ -237,7 +237,7 @@ def run_fleet(args: argparse.Namespace) -> Answer:
     notes = list(overloads(done))
     report = fleet_report(name, done, notes)
     if args.report is not None:
-        write_page(args.report, report.html(Origin.of(args.typed)))
+        write_page(args.report, report.html(origin(args.typed)))
     speed = f"{done.findings.block_events / done.elapsed_s:,.0f} block events a second"
     return Answer(fleet_document(done, notes), report.text(), notes=[*notes, speed])
 

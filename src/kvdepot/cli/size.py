@@ -14,6 +14,7 @@ from kvdepot.planner.models import KNOWN_MODELS, find_model
 from kvdepot.planner.retention import DAY_S, SEED_TIERS, SEED_TOKENS_PER_S, retention
 
 Facts = dict[str, Any]
+GROUP_FACTS: Final = ("kind", "layers", "window", "bytes_per_token", "block_bytes")
 
 
 def run(args: argparse.Namespace) -> Answer:
@@ -52,16 +53,7 @@ def measure(args: argparse.Namespace) -> Facts:
         "gpu_bytes_per_token": size.gpu_bytes_per_token,
         "state_bytes": size.state_bytes,
         "block_bytes": layout.block_bytes,
-        "groups": [
-            {
-                "kind": group.kind,
-                "layers": group.layers,
-                "window": group.window,
-                "bytes_per_token": group.bytes_per_token,
-                "block_bytes": group.block_bytes,
-            }
-            for group in layout.groups
-        ],
+        "groups": [{name: getattr(group, name) for name in GROUP_FACTS} for group in layout.groups],
         "contexts": [
             {
                 "tokens": tokens,
@@ -192,22 +184,19 @@ def user_table(facts: Facts) -> Table:
 
 
 def list_models() -> Answer:
-    rows = []
-    for known in KNOWN_MODELS:
-        model = find_model(known.repository)
-        size = footprint_of(model)
-        rows.append(
-            {
-                "model": model.name,
-                "family": known.family,
-                "bytes_per_token": size.bytes_per_token,
-                "growth_bytes_per_token": size.growth_bytes_per_token,
-                "parameters": known.parameters,
-                "active_parameters": known.active_parameters,
-                "source": model.source,
-                "aliases": list(known.aliases),
-            }
-        )
+    rows = [
+        {
+            "model": model.name,
+            "family": model.family,
+            "bytes_per_token": size.bytes_per_token,
+            "growth_bytes_per_token": size.growth_bytes_per_token,
+            "parameters": model.parameters,
+            "active_parameters": model.active_parameters,
+            "source": model.source,
+            "aliases": model.aliases,
+        }
+        for model, size in ((model, footprint_of(model)) for model in KNOWN_MODELS)
+    ]
     return Answer(rows, Table.of(rows, MODELS).text())
 
 

@@ -44,6 +44,8 @@ _NAME_MAX: Final = 100
 
 Bytes = Annotated[int, Unit.BYTES]
 Seconds = Annotated[float, Unit.SECONDS]
+WriteModeName = Literal["write-back", "write-through", "write-through-selective", "pass-through"]
+EvictionName = Literal["default", "lru", "fifo", "lfu", "s3fifo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,15 +175,13 @@ class FileTierConfig:
     promote: bool = True
     """Copy a block that was read from this tier into memory."""
 
-    write_mode: Literal[
-        "write-back", "write-through", "write-through-selective", "pass-through"
-    ] = "write-back"
+    write_mode: WriteModeName = "write-back"
     """When blocks are written here. write-back: when the tier above evicts them; directly below
     memory, soon after the put. write-through: as soon as the tier above has them; directly below
     memory, before the put returns. write-through-selective: at the second request, or at once if a
     reuse is likely. pass-through: directly from memory, without the file tiers above."""
 
-    eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
+    eviction: EvictionName = "default"
     """Which segment is reclaimed first, and which of its blocks are kept by rewriting them."""
 
     read_timeout: Seconds = 2.0
@@ -331,12 +331,10 @@ class PluginConfig:
     promote: bool = True
     """Copy a block that was read from this tier into memory."""
 
-    write_mode: Literal[
-        "write-back", "write-through", "write-through-selective", "pass-through"
-    ] = "write-back"
+    write_mode: WriteModeName = "write-back"
     """When blocks are written here, as for ssd and hdd."""
 
-    eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
+    eviction: EvictionName = "default"
     """Which segment is reclaimed first, and which of its blocks are kept by rewriting them."""
 
     read_timeout: Seconds = 30.0
@@ -410,12 +408,10 @@ class ObjectConfig:
     promote: bool = True
     """Copy a block that was read from this tier into memory."""
 
-    write_mode: Literal[
-        "write-back", "write-through", "write-through-selective", "pass-through"
-    ] = "write-through"
+    write_mode: WriteModeName = "write-through"
     """When blocks are written here, as for ssd and hdd; a put never waits for it."""
 
-    eviction: Literal["default", "lru", "fifo", "lfu", "s3fifo"] = "default"
+    eviction: EvictionName = "default"
     """Which object is reclaimed first, and which of its blocks are kept by rewriting them."""
 
     read_timeout: Seconds = 10.0

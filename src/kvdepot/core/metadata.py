@@ -6,7 +6,7 @@ merged: see `Tombstone.merged`.
 """
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Final
@@ -184,16 +184,6 @@ class Metadata:
 def floor_entry(floor: int, stamp: int) -> MetaEntry:
     """The entry that makes segments with ids up to `floor` not count."""
     return MetaEntry(MetaKind.FLOOR, b"", stamp, _U64.pack(floor))
-
-
-def merged(parts: Iterable[Metadata]) -> Metadata:
-    """Merge the metadata of several volumes, except for OWN_KINDS."""
-    found = Metadata()
-    for part in parts:
-        for entry in part.all():
-            if entry.kind not in OWN_KINDS:
-                found.add(entry)
-    return found
 
 
 def surviving(words: Array, stamps: Array, tombstones: Mapping[bytes, Tombstone]) -> Array:

@@ -81,7 +81,7 @@ def check_link(path: Path) -> None:
         )
 
 
-def open_private_file(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
+def open_private_file(path: Path, flags: int) -> int:
     """Open a private regular file: no symbolic or hard link, not writable by others.
 
     O_CREAT creates it with mode 0600; O_TRUNC takes effect after the checks. Raises OSError as
@@ -89,7 +89,7 @@ def open_private_file(path: Path, flags: int, *, dir_fd: int | None = None) -> i
     """
     safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        fd = os.open(path, safe, FILE_MODE, dir_fd=dir_fd)
+        fd = os.open(path, safe, FILE_MODE)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             reason = "is a symbolic link" if error.errno == errno.ELOOP else "is not a regular file"

@@ -79,10 +79,6 @@ class KeyTable:
     def key(self, row: int) -> BlockKey:
         return BlockKey(_KEY.pack(*self._flat[4 * row : 4 * row + 4]))
 
-    def keys(self, rows: Rows) -> list[BlockKey]:
-        packed = self._words[rows].tobytes()
-        return [BlockKey(packed[i : i + 32]) for i in range(0, len(packed), 32)]
-
     def words(self, rows: Rows) -> Keys:
         return self._words[rows]
 

@@ -200,7 +200,6 @@ QUANTILES: Final = (0.5, 0.95, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class LoadedNode:
-    mix: Mix
     nodes: int
     rate: float
     """Requests a second."""
@@ -250,7 +249,7 @@ class AnalyticEvaluator:
         rate = load.scenario.traffic.requests_per_s / nodes
         if not mix.reuse:
             classes = cold_classes(load)
-            return LoadedNode(mix, nodes, rate, 0.0, (), (), classes, self._gpu_wait(classes, rate))
+            return LoadedNode(nodes, rate, 0.0, (), (), classes, self._gpu_wait(classes, rate))
         reuse = ReuseModel(
             requests_per_s=rate,
             turns=load.scenario.traffic.turns,
@@ -269,7 +268,7 @@ class AnalyticEvaluator:
         classes = request_classes(load, reuse, flows, memory_s)
         waits = tuple(_tier_wait(flow, number, classes, rate) for number, flow in enumerate(flows))
         return LoadedNode(
-            mix, nodes, rate, memory_s, flows, waits, classes, self._gpu_wait(classes, rate)
+            nodes, rate, memory_s, flows, waits, classes, self._gpu_wait(classes, rate)
         )
 
     def _horizon_s(self, reuse: ReuseModel, capacity_bytes: float) -> float:

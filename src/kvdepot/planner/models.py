@@ -20,19 +20,33 @@ Family = Literal["dense", "moe", "sliding", "mla", "hybrid"]
 
 
 @dataclass(frozen=True, slots=True)
-class KnownModel:
-    repository: str
-    family: Family
-    parameters: float
-    active_parameters: float
+class Model:
+    name: str
+    source: str
+    """The source of the numbers."""
     config: Mapping[str, Any]
+    parameters: float | None = None
+    """All weights; None for a config.json, which does not have the number."""
+    active_parameters: float | None = None
+    """Weights that are used for one token."""
+    family: Family | None = None
+    repository: str = ""
+    """Its name at huggingface.co; empty for a config.json."""
     aliases: tuple[str, ...] = ()
+
+    def layout(
+        self, *, dtype: DType | None = None, block_tokens: int = DEFAULT_BLOCK_TOKENS
+    ) -> ModelLayout:
+        return model_layout(self.config, dtype=dtype, block_tokens=block_tokens)
+
+    def attention_costs(self) -> tuple[AttentionCost, ...]:
+        return attention_costs(self.config)
 
 
 _SHAPE: Final = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
 
 
-def _known_model(repository: str, types: Mapping[str, Any], facts: dict[str, Any]) -> KnownModel:
+def _known_model(repository: str, types: Mapping[str, Any], facts: dict[str, Any]) -> Model:
     """One line of models.toml; the file describes the fields."""
     family, aliases = facts.pop("family"), tuple(facts.pop("aliases", ()))
     whole, *active = facts.pop("billions")
@@ -41,11 +55,12 @@ def _known_model(repository: str, types: Mapping[str, Any], facts: dict[str, Any
     config = {**types.get(facts["model_type"], {}), **sizes, "dtype": "bfloat16", **nulls, **facts}
     if kinds := config.get("layer_types"):
         config["layer_types"] = kinds * (sizes["num_hidden_layers"] // len(kinds))
+    name, source = repository.rpartition("/")[2], f"huggingface.co/{repository} config.json"
     parameters = whole * 1e9, (active or [whole])[0] * 1e9
-    return KnownModel(repository, family, *parameters, config, aliases)
+    return Model(name, source, config, *parameters, family, repository, aliases)
 
 
-def _shipped() -> tuple[KnownModel, ...]:
+def _shipped() -> tuple[Model, ...]:
     text = resources.files(__package__).joinpath("models.toml").read_text("utf-8")
     table = tomllib.loads(text)
     return tuple(_known_model(name, table["types"], it) for name, it in table["models"].items())
@@ -56,26 +71,6 @@ KNOWN_MODELS: Final = _shipped()
 
 _TUNED: Final = ("-instruct", "-chat", "-base", "-it", "-hf", "-pt")
 """Endings of names that have no effect on KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    name: str
-    source: str
-    """The source of the numbers."""
-    config: Mapping[str, Any]
-    parameters: float | None = None
-    """All weights; None for a config.json, which does not have the number."""
-    active_parameters: float | None = None
-    """Weights that are used for one token."""
-
-    def layout(
-        self, *, dtype: DType | None = None, block_tokens: int = DEFAULT_BLOCK_TOKENS
-    ) -> ModelLayout:
-        return model_layout(self.config, dtype=dtype, block_tokens=block_tokens)
-
-    def attention_costs(self) -> tuple[AttentionCost, ...]:
-        return attention_costs(self.config)
 
 
 def find_model(text: str) -> Model:
@@ -92,16 +87,9 @@ def find_model(text: str) -> Model:
     named = _by_name()
     for wanted in (_plain(text), _plain(text.rpartition("/")[2])):
         if wanted in named:
-            known = named[wanted]
-            return Model(
-                known.repository.rpartition("/")[2],
-                f"huggingface.co/{known.repository} config.json",
-                known.config,
-                known.parameters,
-                known.active_parameters,
-            )
-    aliases = [alias for known in KNOWN_MODELS for alias in known.aliases]
-    shown = {_plain(name): name for name in (*aliases, *model_names())}
+            return named[wanted]
+    names = [name for known in KNOWN_MODELS for name in (*known.aliases, known.name)]
+    shown = {_plain(name): name for name in names}
     near = difflib.get_close_matches(_plain(text.rpartition("/")[2]), shown, n=3, cutoff=0.5)
     hint = f"nearest: {', '.join(shown[name] for name in near)}; " if near else ""
     raise ConfigError(
@@ -111,16 +99,12 @@ def find_model(text: str) -> Model:
     )
 
 
-def model_names() -> tuple[str, ...]:
-    return tuple(known.repository.rpartition("/")[2] for known in KNOWN_MODELS)
-
-
-def _by_name() -> dict[str, KnownModel]:
-    names = {}
-    for known in KNOWN_MODELS:
-        for name in (known.repository, known.repository.rpartition("/")[2], *known.aliases):
-            names[_plain(name)] = known
-    return names
+def _by_name() -> dict[str, Model]:
+    return {
+        _plain(name): known
+        for known in KNOWN_MODELS
+        for name in (known.repository, known.name, *known.aliases)
+    }
 
 
 def _plain(name: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from kvdepot.config.loader import Unit, load_tree
 from kvdepot.errors import ConfigError
@@ -135,22 +135,20 @@ class Parts:
         return self.gpus[name]
 
 
-def load_parts(
-    path: Path | str | None = None, *, overrides: Mapping[str, Any] | None = None
-) -> Parts:
+def load_parts(path: Path | str | None = None) -> Parts:
     """The list in `path`, or the shipped one. ConfigError names the invalid value."""
     if path is not None:
-        return _load(path, overrides or {})
+        return _load(path)
     with resources.as_file(resources.files(__package__).joinpath("parts.toml")) as shipped:
-        return _load(shipped, overrides or {})
+        return _load(shipped)
 
 
 def shipped_parts() -> str:
     return resources.files(__package__).joinpath("parts.toml").read_text("utf-8")
 
 
-def _load(path: Path | str, overrides: Mapping[str, Any]) -> Parts:
-    parts = load_tree(Parts, path, prefix="", env={}, overrides=overrides)
+def _load(path: Path | str) -> Parts:
+    parts = load_tree(Parts, path, prefix="", env={}, overrides={})
     check_numbers(parts, may_be_zero=_MAY_BE_ZERO)
     if not parts.gpus:
         raise ConfigError("gpus", "there is no GPU in the parts list")

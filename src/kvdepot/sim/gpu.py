@@ -150,7 +150,9 @@ class SimulatedGpu:
         self._steps += steps
         self._context_tokens += steps * len(self._answers)
         while self._answers and self._answers[0][0] <= self._steps:
-            self._answered(heapq.heappop(self._answers)[2])
+            job = heapq.heappop(self._answers)[2]
+            self._context_tokens -= job.context_tokens + job.output_tokens - 1
+            job.last()
         for job in finished:
             job.first()
             if job.output_tokens <= 1:
@@ -160,10 +162,6 @@ class SimulatedGpu:
             heapq.heappush(self._answers, (self._steps + job.output_tokens - 1, self._jobs, job))
             self._context_tokens += job.context_tokens
         self._step()
-
-    def _answered(self, job: PrefillJob) -> None:
-        self._context_tokens -= job.context_tokens + job.output_tokens - 1
-        job.last()
 
     def _step_s(self, tokens: int, work: float) -> float:
         prefill, answers = self._pace.prefill, len(self._answers)

@@ -41,10 +41,6 @@ class ServedRequest:
     """Tokens by tier."""
 
     @property
-    def computed_tokens(self) -> int:
-        return self.input_tokens - sum(self.hits.values())
-
-    @property
     def ttft_s(self) -> float:
         return self.first_s - self.arrival_s
 

@@ -14,7 +14,6 @@ Stats = Mapping[str, Any]
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """Samples: the values of the labels, and the value."""
 _LABEL: Final = re.compile(r"(?P<prefix>\w*)\{(?P<name>\w+)(?::(?P<choices>[^}]+))?\}")
-_UNITS: Final = ("seconds", "bytes", "blocks", "tokens", "joules", "ratio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +48,6 @@ class Metric:
         if self.reader is not None:
             return self.reader(stats)
         return _samples(stats, self.source.split("."), stats.get("tiers", {}))
-
-    @property
-    def unit(self) -> str:
-        """The unit at the end of the name; empty if the metric has none."""
-        name = self.name.removesuffix("_total")
-        return next((unit for unit in _UNITS if name.endswith(f"_{unit}")), "")
 
 
 def values(stats: Stats) -> dict[str, float]:

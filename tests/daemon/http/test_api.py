@@ -18,7 +18,7 @@ from tests.support.http_daemon import HttpDaemon, ask
 from tests.support.waiting import until
 
 import kvdepot
-from kvdepot.cli.report import Origin, Report
+from kvdepot.cli.report import Report
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.private import write_private_file
 from kvdepot.daemon.http import service
@@ -319,7 +319,7 @@ def test_the_page_needs_nothing_from_outside(open_daemon: HttpDaemon) -> None:
 
 def test_reports_and_the_dashboard_have_one_palette(open_daemon: HttpDaemon) -> None:
     style = open_daemon.get("/dashboard.css").text
-    report = Report("report", "", []).html(Origin("c", "v", "m", "d"))
+    report = Report("report", "", []).html({})
     for tier in ("dram", "cxl", "ssd", "hdd", "object"):
         colour = re.search(rf"--{tier}: (#[0-9a-f]{{6}})", style)
         assert colour is not None and colour[0] in report

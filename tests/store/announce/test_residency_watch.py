@@ -8,6 +8,7 @@ from tests.support.small_store import BLOCK, TOKENS, prompt, put, settings, spac
 
 import kvdepot
 from kvdepot.core.block import BlockKey
+from kvdepot.core.keys import as_keys
 from kvdepot.store.announce.residency_watch import BELOW, IN_MEMORY, ResidencyWatch
 from kvdepot.testing.images import payload_for
 
@@ -31,7 +32,7 @@ def residency(store: kvdepot.Store) -> dict[BlockKey, int]:
     state = store.inspect().state
     with state.lock:
         rows = state.catalog.live_rows()
-        keys = state.catalog.table.keys(rows)
+        keys = as_keys(state.catalog.table.words(rows))
         memory = state.catalog.residency.array[rows] & 1
     return {
         key: BELOW | (IN_MEMORY if here else 0)
