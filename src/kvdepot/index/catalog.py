@@ -136,7 +136,7 @@ class Catalog:
         """Why a block is not on a drive, as an index into core.depot.DURABILITY; 0 if it was
         written."""
         self.left_unwritten: Counter[int] = Counter()
-        """Number of evicted blocks that were on no drive, by that reason."""
+        """Number of evicted blocks that were on no drive, by that reason, since the start."""
         self.tiers = tuple(
             Copies(self.table, name, self.residency, 1 << number)
             for number, name in enumerate((*memories, *files))

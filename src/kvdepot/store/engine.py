@@ -6,6 +6,7 @@ those that the caller has registered; the engine does not take them from a reque
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,6 +56,8 @@ class Caller:
     """Block sizes of its registered namespaces, by the first word of their keys."""
     described: Callable[[int], BlockSize | None] = lambda _: None
     """Returns the block size of a namespace that it may use without registering it, or None."""
+    told: Counter[int] = field(default_factory=Counter)
+    """What its last flush, or its start, knew of `Catalog.left_unwritten`."""
 
     def size_of(self, tag: int) -> BlockSize:
         """The size of blocks of a namespace; zeros if the caller may not use it."""
@@ -398,7 +401,7 @@ class Engine:
     def flush(self, caller: Caller, timeout_s: float, keys: Keys | None = None) -> FlushReport:
         """Wait until blocks put before are durable. See depot.Depot.flush."""
         self.state.check_open()
-        return self._flusher.flush(timeout_s, keys)
+        return self._flusher.flush(timeout_s, keys, caller.told)
 
     def _all_resident(self, keys: Keys) -> Array | None:
         """The residency of blocks that are all resident, found without the lock; None if the lock

@@ -77,7 +77,7 @@ class Store(Depot):
                 reserve=partial(_reserve, engine, caller),
                 prefetch=lambda keys, deadline_s: engine.prefetch(caller, [keys], deadline_s),
                 remove=lambda keys, tag: engine.remove(caller, keys, tag=tag),
-                flush=self._flush,
+                flush=partial(self.flush_for, caller),
             ),
             DepotDefaults(
                 state.config.block_tokens,
@@ -169,12 +169,13 @@ class Store(Depot):
             arena.close()
         return report
 
-    def _flush(self, timeout_s: float, keys: Keys | None) -> FlushReport:
+    def flush_for(self, caller: Caller, timeout_s: float, keys: Keys | None) -> FlushReport:
+        """`flush` for a caller: reports the blocks evicted unwritten since its last one."""
         began_s = self._state.clock.now()
         if keys is None:
             self.sessions.write_in_time(timeout_s)
         left_s = max(0.0, timeout_s - (self._state.clock.now() - began_s))
-        return self.engine.flush(Caller("this process"), left_s, keys)
+        return self.engine.flush(caller, left_s, keys)
 
 
 def _register(engine: Engine, caller: Caller, space: NamespaceHandle) -> None:

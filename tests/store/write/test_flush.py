@@ -11,6 +11,7 @@ from tests.support.waiting import until
 import kvdepot
 from kvdepot.config.settings import load
 from kvdepot.core.depot import Durability
+from kvdepot.store.engine import Caller
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.clocks import ManualClock
@@ -65,6 +66,19 @@ def test_what_no_writes_are_left_for_is_not_durable(tmp_path: Path) -> None:
         assert report.durable == 0 and left + evicted == 60 and evicted > 0
         assert set(store.flush(keys=keys).blocks) == {Durability.BUDGET, Durability.ABSENT}
         assert store.flush().not_durable == {Durability.BUDGET: left}, "told once"
+
+
+def test_the_flush_of_one_caller_hides_nothing_from_another(tmp_path: Path) -> None:
+    tree = one_drive(tmp_path, writes_per_day=0.01)
+    with assemble(load(overrides=tree), wall=ManualClock()) as store:
+        keys = prompt(space_of(store), 1, 60)
+        assert all(put(store, keys))
+        one, two = Caller("one"), Caller("two")
+        first, second = (store.flush_for(caller, 60.0, None) for caller in (one, two))
+        assert first.not_durable[Durability.EVICTED] > 0
+        assert second.not_durable == first.not_durable
+        for caller in (one, two):
+            assert Durability.EVICTED not in store.flush_for(caller, 60.0, None).not_durable
 
 
 def test_a_store_that_may_not_write_keeps_nothing(tmp_path: Path) -> None:

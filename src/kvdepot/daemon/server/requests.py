@@ -328,7 +328,8 @@ class RequestHandler:
     def _flush(self, frame: Frame) -> None:
         head, raw = frames.split(frames.Seconds, frame.body)
         timeout_s = frames.checked_timeout(head.timeout_s)
-        report = self._store.flush(timeout_s, keys=frames.key_list(raw) if raw else None)
+        keys = frames.key_words(raw) if raw else None
+        report = self._store.flush_for(self._client.caller, timeout_s, keys)
         body = frames.Flushed(report.complete).body()
         if raw:
             body += bytes(map(DURABILITY.index, report.blocks))

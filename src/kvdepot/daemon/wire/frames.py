@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Final, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey, PutResult
+from kvdepot.core.block import KEY_BYTES, TAG_BYTES, PutResult
 from kvdepot.core.first_token import FirstToken, Reason
 from kvdepot.errors import ConfigError, WireError
 
@@ -343,11 +343,6 @@ def key_words(raw: bytes) -> npt.NDArray[np.uint64]:
     if len(raw) % KEY_BYTES or len(raw) > KEYS_MAX * KEY_BYTES:
         raise WireError(f"{len(raw)} bytes are not a batch of keys")
     return np.frombuffer(raw, np.uint64).reshape(-1, 4)
-
-
-def key_list(raw: bytes) -> list[BlockKey]:
-    """`key_words` as a list of keys."""
-    return [BlockKey(words.tobytes()) for words in key_words(raw)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,9 +315,10 @@ class Flusher:
                 lambda: (first.queue.oldest_ticket() or last + 1) > last, timeout_s
             )
 
-    def flush(self, timeout_s: float, keys: Keys | None = None) -> FlushReport:
+    def flush(self, timeout_s: float, keys: Keys | None, told: Counter[int]) -> FlushReport:
         """Wait until blocks put before are written, then until they are durable; with `keys` only
-        these blocks. Blocks for `timeout_s` at most.
+        these blocks. Blocks for `timeout_s` at most. `told`: the evicted blocks that the caller
+        knows of, by reason; this is brought up to date.
         """
         state = self._state
         deadline = state.clock.now() + timeout_s
@@ -339,7 +340,7 @@ class Flusher:
             if keys is not None:
                 codes = self._durability(state.catalog.table.find_many(keys), unsynced)
                 return FlushReport.of(DURABILITY[code] for code in codes.tolist())
-            return self._report(last, unsynced)
+            return self._report(last, unsynced, told)
 
     def _try_again(self) -> None:
         """Queue blocks that were deferred or could not be written before."""
@@ -357,7 +358,9 @@ class Flusher:
             return all(ticket > last for ticket in tickets)
         return all((lower.queue.oldest_ticket() or last + 1) > last for lower in tiers)
 
-    def _report(self, last: int, unsynced: Mapping[LowerTier, Durability]) -> FlushReport:
+    def _report(
+        self, last: int, unsynced: Mapping[LowerTier, Durability], told: Counter[int]
+    ) -> FlushReport:
         """The report on all blocks with tickets up to `last`."""
         tiers = self._state.lower_tiers
         rows = self._state.catalog.live_rows()
@@ -368,9 +371,9 @@ class Flusher:
         totals = np.bincount(self._durability(rows, unsynced), minlength=len(DURABILITY))
         counts = Counter(dict(zip(DURABILITY, totals.tolist(), strict=True)))
         counts[Durability.EVICTED] = 0  # evicted after it was durable
-        for code, gone in self._state.catalog.left_unwritten.items():
+        for code, gone in (self._state.catalog.left_unwritten - told).items():
             counts[Durability.FAILED if code == FAILED else Durability.EVICTED] += gone
-        self._state.catalog.left_unwritten.clear()
+        told.update(self._state.catalog.left_unwritten - told)
         durable = counts.pop(Durability.DURABLE)
         unfinished = unsynced or counts[Durability.WAITING] or counts[Durability.FAILED]
         return FlushReport(not unfinished, durable, +counts)
