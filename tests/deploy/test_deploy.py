@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,54 @@ def test_the_container_copies_what_it_may_see_and_runs_what_exists() -> None:
     (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE)
     (command,) = re.findall(r"^CMD (\[.*\])$", text, re.MULTILINE)
     assert parsed(*json.loads(entry), *json.loads(command)).group == "kvdepot"
+
+
+EXTRAS = ("hf", "llama", "demo", "http", "nats", "s3", "events")
+
+
+def requirements(*extras: str) -> Iterator[tuple[str, str]]:
+    """The names and version bounds that the package and these extras require."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = list(project["dependencies"])
+    for extra in extras:
+        listed += project["optional-dependencies"][extra]
+    for line in listed:
+        found = re.fullmatch(r"([A-Za-z0-9_-]+)(?:\[[^]]*\])?(.*)", line)
+        assert found is not None
+        if found[1] != "kvdepot":
+            yield found[1], found[2]
+
+
+def test_extras_have_upper_bounds() -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {*EXTRAS, "dev"} == set(known["optional-dependencies"])
+    for name, bounds in requirements(*EXTRAS):
+        assert re.fullmatch(r">=[\d.]+,<[\d.]+", bounds), name
+        assert name != "h11" or bounds.startswith(">=0.16,"), "older ones accept malformed chunks"
+    for extra in ("http", "llama"):
+        assert "h11" in dict(requirements(extra)), "these parse HTTP with it"
+
+
+def test_the_image_has_exact_versions() -> None:
+    text = (DEPLOY / "constraints.txt").read_text()
+    pinned = dict(re.findall(r"^([a-z0-9-]+)==([\d.]+)$", text, re.MULTILINE))
+    assert {name for name, _ in requirements("http")} <= pinned.keys()
+    for name, bounds in requirements("http"):
+        low, high = re.findall(r"[\d.]+", bounds)
+        assert numbers(low) <= numbers(pinned[name]) < numbers(high), name
+    docker = (DEPLOY / "Dockerfile").read_text()
+    assert "-c deploy/constraints.txt" in docker
+    assert set(re.findall(r"^FROM (\S+)", docker, re.MULTILINE)) == {"${PYTHON}"}
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def test_actions_are_pinned_by_commit() -> None:
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for used in re.findall(r"uses: (.*)", path.read_text()):
+            assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", used), used
 
 
 def test_pods_run_commands_that_exist(pod: Any) -> None:

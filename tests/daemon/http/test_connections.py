@@ -193,6 +193,22 @@ def test_malformed_requests_are_one_line(tmp_path: Path, caplog: pytest.LogCaptu
     assert len([one for one in caplog.records if "Invalid HTTP" in one.getMessage()]) == 1
 
 
+def test_a_body_that_is_malformed_ends_its_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    with HttpDaemon(tmp_path) as daemon:
+        for body in (b"x\r\n", b"3\r\nabcXX0\r\n\r\n"):
+            with connect(daemon.url) as client:
+                client.sendall(head + body + HEAD + b"\r\n")
+                answers = b""
+                with suppress(ConnectionError):
+                    while more := client.recv(1 << 16):
+                        answers += more
+                assert answers.count(b"HTTP/1.1 ") <= 1, "nothing after it is a request"
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
 def test_a_lack_of_descriptors_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
     """The longest waiting connection gives its descriptor, and the log does not grow."""
 

@@ -24,7 +24,7 @@ import h11
 from kvdepot.adapters.llama_cpp.http_relay import (
     RECEIVE_BYTES,
     Exchange,
-    Peer,
+    HttpPeer,
     api_key,
     path_of,
 )
@@ -289,7 +289,7 @@ class _Client:
 
     def __init__(self, accepted: Accepted) -> None:
         self.accepted = accepted
-        self.peer = Peer(accepted.socket, h11.SERVER)
+        self.peer = HttpPeer(accepted.socket, h11.SERVER)
         self._loop = asyncio.get_running_loop()
         self._request: h11.Request | None = None
         self._is_new = True

@@ -37,7 +37,7 @@ class _ClientGoneError(Exception):
     """The client closed its connection before it had its answer."""
 
 
-class Peer:
+class HttpPeer:
     """One end of an HTTP connection: a socket and its h11 state."""
 
     def __init__(self, sock: socket.socket, role: type[h11.CLIENT] | type[h11.SERVER]) -> None:
@@ -80,7 +80,7 @@ class Peer:
 class Exchange:
     """One request of a client and its answer."""
 
-    def __init__(self, proxy: LlamaProxy, client: Peer, request: h11.Request) -> None:
+    def __init__(self, proxy: LlamaProxy, client: HttpPeer, request: h11.Request) -> None:
         self._proxy = proxy
         self._client = client
         self._request = request
@@ -124,7 +124,7 @@ class Exchange:
         link = proxy.link
         try:
             with socket.create_connection((link.host, link.port)) as connected:
-                server = Peer(connected, h11.CLIENT)
+                server = HttpPeer(connected, h11.CLIENT)
                 response = self._ask(server, request, body, ready)
                 if ready is None or response.status_code < HTTPStatus.BAD_REQUEST:
                     return self._relay(server, response)
@@ -138,7 +138,7 @@ class Exchange:
         return self._pass_on(request, body)[0], False
 
     def _ask(
-        self, server: Peer, request: h11.Request, body: bytes, ready: PreparedRequest | None
+        self, server: HttpPeer, request: h11.Request, body: bytes, ready: PreparedRequest | None
     ) -> h11.Response:
         """Send a request, and wait for the head of the answer."""
         if ready is not None:
@@ -170,7 +170,7 @@ class Exchange:
                 raise _ClientGoneError
             poll.unregister(client)  # it has already sent its next request
 
-    def _relay(self, server: Peer, response: h11.Response) -> tuple[bytes, bool]:
+    def _relay(self, server: HttpPeer, response: h11.Response) -> tuple[bytes, bool]:
         # With chunked encoding a Content-Length is ignored: it may be wrong.
         chunked = any(name == b"transfer-encoding" for name, _ in response.headers)
         headers = _end_to_end(response, {b"content-length"} if chunked else set())

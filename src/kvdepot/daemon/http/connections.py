@@ -8,6 +8,7 @@ import ssl
 import struct
 from typing import Any, Final
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -46,6 +47,16 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
         self._end_in(None)
         self.ended.set()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a malformed request, also one whose head was right and which is being served."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. The next of the same connection may begin before this has ended."""
