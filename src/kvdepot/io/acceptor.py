@@ -21,6 +21,9 @@ BACKLOG: Final = 1024
 """Connections that the kernel holds until they are accepted. They need no descriptors."""
 _DESCRIPTORS_SHARE: Final = 4
 """Connections take at most one in four of the descriptors that the process may have."""
+_SILENT_S: Final = 10.0
+"""A connection that sends nothing for this time is closed."""
+_LOOK_S: Final = 1.0
 _GRACE_S: Final = 0.05
 """A new connection has this time for its request before another may take its place."""
 _AT_ONCE: Final = 16
@@ -54,9 +57,10 @@ class Accepted:
 
 
 class Acceptor:
-    """Accepts the connections of a listening socket, and runs `serve` for each. Used by one event
-    loop. A connection is closed when its `serve` returns; the one of a waiting connection is
-    cancelled if a new connection takes its place."""
+    """Accepts the connections of a listening socket, and runs `serve` for each that sends
+    something: silent ones cost a descriptor, and no more. Used by one event loop. A connection is
+    closed when its `serve` returns; that of a waiting connection is cancelled if a new connection
+    takes its place."""
 
     def __init__(
         self, listening: socket.socket, limit: int, serve: Callable[[Accepted], Awaitable[None]]
@@ -65,7 +69,8 @@ class Acceptor:
         self._listening = listening
         self._limit = limit
         self._serve = serve
-        self._open: dict[Accepted, asyncio.Task[None]] = {}
+        self._open: dict[Accepted, asyncio.Task[None] | None] = {}
+        """No task: nothing has been received yet."""
         self._waiting: dict[Accepted, float] = {}
         """When each began to wait, in that order."""
         self._accepting = False
@@ -75,6 +80,7 @@ class Acceptor:
         """Accept connections from now on. Called in the event loop."""
         self._loop = asyncio.get_running_loop()
         self._resume()
+        self._close_silent()
 
     def pause(self) -> None:
         """Accept no further connections."""
@@ -84,10 +90,10 @@ class Acceptor:
     async def stop(self, timeout_s: float) -> None:
         """Close all connections. Busy ones have `timeout_s` to notice it."""
         self.pause()
-        tasks = list(self._open.values())
         for connection in list(self._waiting):
-            self._open[connection].cancel()
-        for connection in self._open.keys() - self._waiting.keys():
+            self._drop(connection)
+        tasks = [task for task in self._open.values() if task is not None]
+        for connection in self._open:
             try:
                 connection.socket.shutdown(socket.SHUT_RDWR)
             except OSError as error:
@@ -156,16 +162,39 @@ class Acceptor:
     def _begin(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
         connection = Accepted(self, accepted)
+        self._open[connection] = None
+        self._waiting[connection] = self._loop.time()
+        self._loop.add_reader(accepted, self._begin_to_serve, connection)
+
+    def _begin_to_serve(self, connection: Accepted) -> None:
+        """Something has been received."""
+        self._loop.remove_reader(connection.socket)
         task = self._loop.create_task(self._run(connection))
         task.add_done_callback(partial(self._ended, connection))
         self._open[connection] = task
-        self._waiting[connection] = self._loop.time()
 
     def _drop_longest_waiting(self) -> None:
         connection = next(iter(self._waiting), None)
         if connection is not None:
-            del self._waiting[connection]
-            self._open.pop(connection).cancel()
+            self._drop(connection)
+
+    def _drop(self, connection: Accepted) -> None:
+        del self._waiting[connection]
+        task = self._open.pop(connection)
+        if task is not None:
+            task.cancel()
+        else:
+            self._loop.remove_reader(connection.socket)
+            connection.socket.close()
+
+    def _close_silent(self) -> None:
+        """Close the connections that have sent nothing for too long, now and from time to time."""
+        since = self._loop.time() - _SILENT_S
+        for connection in [one for one, began in self._waiting.items() if began <= since]:
+            if self._open[connection] is None:
+                self._drop(connection)
+        if not self._stopping:
+            self._loop.call_later(_LOOK_S, self._close_silent)
 
     async def _run(self, connection: Accepted) -> None:
         await self._serve(connection)

@@ -135,6 +135,7 @@ def test_a_head_that_does_not_come_ends_the_connection(
     front: Front, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(http_front, "_HEAD_S", 0.2)
+    monkeypatch.setattr(acceptor, "_SILENT_S", 0.2)
     assert front.ask(sent) == b""
 
 

@@ -63,6 +63,8 @@ def test_a_connection_without_a_request_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(connections, "WAIT_S", 0.2)
+    monkeypatch.setattr(acceptor, "_SILENT_S", 0.2)
+    monkeypatch.setattr(acceptor, "_LOOK_S", 0.1)
     with HttpDaemon(tmp_path) as daemon, connect(daemon.url) as slow:
         slow.sendall(sent)
         with suppress(ConnectionError):
@@ -77,8 +79,11 @@ def test_a_slow_body_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     head += "content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
     with HttpDaemon(tmp_path, TOKEN) as daemon, connect(daemon.url) as slow:
         slow.sendall(head.encode())
-        assert slow.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
-        assert not slow.recv(1 << 16), "the connection is closed"
+        answer = b""
+        with suppress(ConnectionError):
+            while more := slow.recv(1 << 16):  # until the connection is closed
+                answer += more
+        assert answer.startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_client_that_reads_nothing_is_disconnected(
