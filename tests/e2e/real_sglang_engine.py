@@ -81,10 +81,11 @@ def updated(engine: Any, model: Path, other: Path) -> dict[str, Any]:
         assert succeeded, result
 
     def from_disk(folder: Path) -> None:
+        empty(engine)  # the update fails while SGLang waits for offloads
         done(engine.update_weights_from_disk(str(folder)))
 
     def from_tensors(folder: Path) -> None:
-        empty(engine)  # before the update, with no request between
+        empty(engine)
         done(engine.begin_weight_update())
         for path in folder.glob("*.safetensors"):
             tensors = list(load_file(path).items())
