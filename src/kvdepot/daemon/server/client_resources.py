@@ -289,7 +289,8 @@ class ClientResources:
         """The agreed version of the protocol."""
         self._engine = engine
         self.caller = Caller(f"client {peer.pid}")
-        self.caller.told.update(engine.state.catalog.left_unwritten)
+        with engine.state.lock:
+            self.caller.told.update(engine.state.catalog.left_unwritten)
         self._limits = limits
         self._counters = counters
         self.pidfd = channel.peer_pidfd()

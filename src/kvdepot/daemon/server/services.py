@@ -16,7 +16,6 @@ from kvdepot.core.keys import check_key
 from kvdepot.daemon.server.client_resources import ClientResources
 from kvdepot.daemon.wire.frames import Peer
 from kvdepot.errors import ConfigError, WireError
-from kvdepot.store.sessions.service import user
 from kvdepot.store.store import Store
 
 Types = tuple[type, ...]
@@ -86,7 +85,7 @@ class ServiceCalls:
         if (service, call) == ("audits", "report"):
             given = {"finding": _finding(given)}
         elif (service, call) == ("sessions", "pin"):
-            given = {**given, "owner": user(self._peer.uid)}
+            call, given = "pin_for", {**given, "uid": self._peer.uid}
         answer = getattr(getattr(self._store, service), call)(**given)
         answer = answer.as_dict() if hasattr(answer, "as_dict") else answer
         return json.dumps(answer, default=str).encode()

@@ -36,11 +36,6 @@ LISTED_MAX: Final = 10_000
 _WRITTEN_S: Final = 30.0
 
 
-def user(uid: int) -> str:
-    """A user of the machine, as the owner of pins."""
-    return f"user {uid}"
-
-
 class SessionService(DepotSessions):
     """See core.sessions.DepotSessions."""
 
@@ -155,15 +150,25 @@ class SessionService(DepotSessions):
         until_s: float | None = None,
         for_s: float | None = None,
         namespace: str = "",
-        owner: str = "",
     ) -> PinReceipt:
-        """`owner`: the user whose pins it counts with; by default that of this process."""
+        return self.pin_for(os.getuid(), name, until_s=until_s, for_s=for_s, namespace=namespace)
+
+    def pin_for(
+        self,
+        uid: int,
+        name: str,
+        *,
+        until_s: float | None = None,
+        for_s: float | None = None,
+        namespace: str = "",
+    ) -> PinReceipt:
+        """`pin` for a user of the machine, whose pins it counts with."""
         tags = self._tags(name, namespace)
         if until_s is not None and for_s is not None:
             raise ConfigError("pin", "give an end or a duration, not both")
         end_s = self.pins.default_until_s(for_s) if until_s is None else until_s
         with self._state.using:
-            return self.pins.grant(name, tags, end_s, owner or user(os.getuid()))
+            return self.pins.grant(name, tags, end_s, f"user {uid}")
 
     def unpin(self, name: str, *, namespace: str = "") -> int:
         ended = self.pins.end(name, self._tags(name, namespace))
