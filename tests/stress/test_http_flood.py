@@ -9,7 +9,7 @@ from tests.support.failures import check_data
 from kvdepot.io.acceptor import CONNECTIONS_MAX
 
 CONNECTIONS = 300
-SECONDS = 5.0
+SECONDS = 3.0
 ROOM_MIB = 256
 pytestmark = [pytest.mark.slow, pytest.mark.stress]
 
@@ -33,6 +33,6 @@ def test_the_proxy_under_a_flood_answers_for_its_health(tmp_path: Path) -> None:
 
 
 def test_no_smuggled_request_gets_an_answer() -> None:
-    found = smuggle_in_processes(1, 500)
+    found = smuggle_in_processes(1, 300)
     check_data(not found.wrong, str(found.wrong[:5]))
-    assert found.answers >= 500
+    assert found.answers >= 300
