@@ -138,10 +138,12 @@ def import_file(store: Depot, args: argparse.Namespace) -> Answer:
         facts = store.sessions.import_file(args.file)
     text = f"{facts['blocks']:,} of {format_count(facts['of_blocks'], 'block')} imported"
     damage = f"warning: {facts['damage']}; the blocks after the damage are not imported"
+    newer = "warning: the store has a newer version of this session, which is kept"
+    notes = [damage] * bool(facts["damage"]) + [newer] * bool(facts.get("kept_newer"))
     return Answer(
         facts,
         f"{facts['session']}: {text}",
-        notes=[damage] if facts["damage"] else [],
+        notes=notes,
         status=0 if facts["complete"] else 2,
     )
 

@@ -62,7 +62,8 @@ def test_a_session_goes_to_another_daemon(daemon: HttpDaemon, tmp_path: Path) ->
         answer = send(other, reply.body)
         assert answer.status == 200
         assert answer.json == {
-            "session": "chat/1", "blocks": 4, "of_blocks": 4, "complete": True, "damage": ""
+            "session": "chat/1", "blocks": 4, "of_blocks": 4, "complete": True, "damage": "",
+            "kept_newer": False,
         }  # fmt: skip
         space_of(other.store)
         assert tiers(other.store, keys) == ["dram"] * BLOCKS, "every byte is compared"

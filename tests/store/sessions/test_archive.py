@@ -1,7 +1,12 @@
 """A session as a file: what comes back is what went in, and damage is never taken in."""
 
+import hashlib
+import json
 import random
+import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,3 +151,52 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, archive: Path) -> None:
         (tmp_path / "more").write_bytes(sound + b"x")
         facts = store.sessions.import_file(tmp_path / "more")
         assert facts["complete"] and "after the last block" in facts["damage"]
+
+
+def rewritten(archive: Path, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """The archive with another head, and right digests."""
+    whole = archive.read_bytes()
+    magic, version, zero, length = struct.unpack_from("<8sHHI", whole)
+    head = json.loads(whole[16 : 16 + length])
+    change(head["namespaces"][0])
+    text = json.dumps(head).encode()
+    start = struct.pack("<8sHHI", magic, version, zero, len(text)) + text
+    digest = hashlib.blake2b(start, digest_size=32, person=b"kvdepot-archive").digest()
+    return start + digest + whole[16 + length + 32 :]
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_tag_with_another_description_is_refused(
+    archive: Path, tmp_path: Path, keyed: bool
+) -> None:
+    def change(part: dict[str, Any]) -> None:
+        part["description"] |= {"tenant": "another", "keyed": keyed}
+
+    (tmp_path / "forged").write_bytes(rewritten(archive, change))
+    with opened(tmp_path) as store:
+        keys = expected(store)
+        with pytest.raises((ConfigError, FormatError), match=r"secret|description"):
+            store.sessions.import_file(tmp_path / "forged")
+        assert not store.match(keys) and not store.sessions.list()
+
+
+@pytest.mark.parametrize("has_time", [True, False])
+def test_an_older_archive_does_not_replace_a_newer_session(
+    archive: Path, tmp_path: Path, has_time: bool
+) -> None:
+    older = archive.read_bytes() if has_time else rewritten(archive, lambda p: p.pop("named_s"))
+    (tmp_path / "older").write_bytes(older)
+    with opened(tmp_path) as store:
+        assert not store.sessions.import_file(tmp_path / "older")["kept_newer"]
+        keys = prompt(space_of(store), 1, BLOCKS + 2)
+        put(store, keys)
+        store.sessions.name("chat", keys)
+        assert store.sessions.import_file(tmp_path / "older")["kept_newer"]
+        (found,) = store.sessions.show("chat")
+        assert found["blocks"] == BLOCKS + 2
+        store.sessions.export("chat", tmp_path / "newer")
+    with opened(tmp_path, "third") as store:
+        for name, kept, blocks in (("older", False, BLOCKS), ("newer", False, BLOCKS + 2)):
+            assert store.sessions.import_file(tmp_path / name)["kept_newer"] is kept
+            (found,) = store.sessions.show("chat")
+            assert found["blocks"] == blocks

@@ -11,11 +11,12 @@ imported, and neither are those after it in the prompt, which are useless withou
 
 import hashlib
 import json
+import math
 import os
 import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -26,7 +27,7 @@ from kvdepot.core.block import ANSWERS, KEY_BYTES, TAG_BYTES, BlockKey, PutResul
 from kvdepot.core.json_object import parse_object
 from kvdepot.core.keys import ROOT_LINK, as_words, tag_word
 from kvdepot.core.layout import KVLayout
-from kvdepot.core.namespace import FORMAT_VERSION
+from kvdepot.core.namespace import FORMAT_VERSION, Namespace
 from kvdepot.core.private import open_private_file
 from kvdepot.core.requests import BLOCK_DTYPE, Array, BlockSize, Offer
 from kvdepot.core.sessions import SessionState, checked_name
@@ -66,6 +67,8 @@ class ArchivedPrompt:
     description: bytes
     layout: KVLayout
     blocks: int
+    named_s: float = 0.0
+    """Time of day at which the session was last named; 0 in archives of older versions."""
 
 
 class ByteSource(Protocol):
@@ -119,7 +122,10 @@ class SessionExporter:
         """Yield an archive in pieces: the head, then those of each block. A piece is valid until
         the next one is requested. ConfigError if a block is missing.
         """
-        parts = [(self._described(tag), prompt.keys(tag)) for tag, prompt in prompts.items()]
+        parts = [
+            (replace(self._described(tag), named_s=prompt.named_s), prompt.keys(tag))
+            for tag, prompt in prompts.items()
+        ]
         turns = max(prompt.turns for prompt in prompts.values())
         total = sum(one.layout.block_bytes * len(keys) for one, keys in parts)
         return self._pieces(_head(name, turns, parts), parts, ArchiveProgress(0, total))
@@ -146,19 +152,19 @@ class SessionExporter:
 
     def import_from(self, source: ByteSource, label: str, size: int = 0) -> dict[str, Any]:
         """Import a session. Blocks before the first damaged or missing one are imported, and the
-        result reports the damage. FormatError if the head is damaged.
+        result reports the damage. A session that is newer than the archive keeps its prompt.
+        FormatError if the head is damaged, or a tag is not that of its description.
         """
         head, parts = _read_head(source, label)
         self.transfer = transfer = ArchiveProgress(0, size)
         name, taken, damage = checked_name(head["session"]), 0, ""
+        kept_newer = False
         for part in parts:
             self._check_same(part)
             keys, damage = self._take_in(source, part, transfer)
             taken += len(keys)
             if keys:
-                with self._state.lock:
-                    words = as_words(keys)
-                    self._sessions.tell(part.tag, name, words, SessionState.ALIVE)
+                kept_newer |= not self._name(part, name, keys)
             if damage:
                 break
         wanted = sum(part.blocks for part in parts)
@@ -170,7 +176,21 @@ class SessionExporter:
             "of_blocks": wanted,
             "complete": taken == wanted,
             "damage": damage,
+            "kept_newer": kept_newer,
         }
+
+    def _name(self, part: ArchivedPrompt, name: str, keys: Sequence[BlockKey]) -> bool:
+        """Name the imported prompt. False: the store has a newer one with this name."""
+        words = as_words(keys)
+        with self._state.lock:
+            known = self._sessions.find(part.tag, name)
+            if known is not None and _is_newer(known, part, keys):
+                return False
+            self._sessions.tell(part.tag, name, words, SessionState.ALIVE)
+            told = self._sessions.find(part.tag, name)
+            if told is not None and part.named_s:  # as old as it is, for later imports
+                self._sessions.enter(part.tag, name, replace(told, named_s=part.named_s))
+        return True
 
     def _described(self, tag: bytes) -> ArchivedPrompt:
         facts = self._state.descriptions.facts(tag)
@@ -205,10 +225,10 @@ class SessionExporter:
         return Caller("export", {tag_word(one.tag): size})
 
     def _check_same(self, part: ArchivedPrompt) -> None:
-        """Raise ConfigError if the store has the namespace with another layout."""
+        """Raise ConfigError if the store has the namespace with another description."""
         known = self._state.descriptions.facts(part.tag)
-        if known and known.get("layout") != json.loads(part.description).get("layout"):
-            raise ConfigError("archive", "this store has the namespace with another layout")
+        if known and known != json.loads(part.description):
+            raise ConfigError("archive", "this store has the namespace with another description")
 
     def _take_in(
         self, source: ByteSource, part: ArchivedPrompt, transfer: ArchiveProgress
@@ -240,6 +260,14 @@ class SessionExporter:
         return taken, ""
 
 
+def _is_newer(known: Prompt, part: ArchivedPrompt, keys: Sequence[BlockKey]) -> bool:
+    """True if a session continues the prompt of an archive, or was named later with another."""
+    ours, theirs = known.keys(part.tag), list(keys)
+    if ours == theirs[: len(ours)]:
+        return False
+    return ours[: len(theirs)] == theirs or part.named_s < known.named_s
+
+
 def _block(key: BlockKey, buffer: memoryview) -> Array:
     """A row of BLOCK_DTYPE for a block and its buffer."""
     row = np.zeros(1, BLOCK_DTYPE)
@@ -251,7 +279,12 @@ def _head(
     name: str, turns: int, parts: Sequence[tuple[ArchivedPrompt, Sequence[BlockKey]]]
 ) -> bytes:
     namespaces = [
-        {"description": json.loads(one.description), "blocks": len(keys), "tag": one.tag.hex()}
+        {
+            "description": json.loads(one.description),
+            "blocks": len(keys),
+            "tag": one.tag.hex(),
+            "named_s": one.named_s,
+        }
         for one, keys in parts
     ]
     said = {"session": name, "turns": turns, "format": FORMAT_VERSION, "namespaces": namespaces}
@@ -279,16 +312,27 @@ def _read_head(source: ByteSource, label: str) -> tuple[dict[str, Any], list[Arc
         if said["format"] != FORMAT_VERSION:
             raise FormatError(label, f"has blocks of format {said['format']!r:.40}")
         return said, [_parsed_part(part) for part in said["namespaces"]]
+    except ConfigError as error:
+        raise FormatError(label, f"a namespace of the archive is invalid: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise FormatError(label, "the head of the archive has invalid fields") from error
 
 
 def _parsed_part(said: dict[str, Any]) -> ArchivedPrompt:
+    """Parse one namespace. ConfigError if the tag is that of another one. With a secret, which an
+    archive does not have, only a store that knows the namespace can tell.
+    """
     tag, facts, blocks = bytes.fromhex(said["tag"]), said["description"], said["blocks"]
     if len(tag) != TAG_BYTES or facts["tag"] != tag.hex() or not 0 <= int(blocks) <= _BLOCKS_MAX:
         raise ValueError("an invalid namespace")
+    if not facts.get("keyed"):
+        Namespace.from_description(facts)
     layout = KVLayout.from_description(facts["layout"])
-    return ArchivedPrompt(tag, json.dumps(facts, sort_keys=True).encode(), layout, int(blocks))
+    named_s = float(said.get("named_s", 0.0))
+    if not math.isfinite(named_s):
+        raise ValueError("an invalid time")
+    description = json.dumps(facts, sort_keys=True).encode()
+    return ArchivedPrompt(tag, description, layout, int(blocks), named_s)
 
 
 def _read_block(
