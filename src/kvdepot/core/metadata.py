@@ -138,6 +138,11 @@ class Metadata:
         before = self.entries.get((entry.kind, entry.name))
         return entry.is_valid and (before is None or before.stamp < entry.stamp)
 
+    def removes(self, stone: Tombstone) -> bool:
+        """True if tombstones delete every block that this one deletes."""
+        known = map(self.tombstones.get, (stone.name, stone.name[:TAG_BYTES]))
+        return any(one is not None and one.below >= stone.below for one in known)
+
     def add(self, entry: MetaEntry) -> None:
         """Add an entry if `is_news`."""
         if not self.is_news(entry):

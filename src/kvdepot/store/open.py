@@ -28,6 +28,7 @@ from kvdepot.store.state.lower_tier import LowerTier, TierVolumes
 from kvdepot.store.state.state import StoreClocks, StoreMemory, StoreState
 from kvdepot.store.store import Store
 from kvdepot.store.volume_set import Blocks, VolumeSet
+from kvdepot.volumes.object.bucket import Bucket
 from kvdepot.volumes.registry import ConfiguredVolumes
 
 _log = logging.getLogger("kvdepot.store")
@@ -61,10 +62,15 @@ def open_store(
 
 
 def assemble(
-    config: Config, *, mode: Mode = "rw", files: Files | None = None, wall: Clock | None = None
+    config: Config,
+    *,
+    mode: Mode = "rw",
+    files: Files | None = None,
+    bucket: Bucket | None = None,
+    wall: Clock | None = None,
 ) -> Store:
-    """`open_store` for a Config. Tests replace `files`, the access to disks, and `wall`, the time
-    of day.
+    """`open_store` for a Config. Tests replace `files`, the access to disks, `bucket`, that to the
+    object tier, and `wall`, the time of day.
     """
     if config.nats is not None:
         connect_options(config.nats)  # check the settings before anything is opened
@@ -76,7 +82,7 @@ def assemble(
         for disk in shortages(config):
             _log.warning("%s; blocks are evicted when the disk is full", disk)
     with contextlib.ExitStack() as held:
-        configured = ConfiguredVolumes(config, files)
+        configured = ConfiguredVolumes(config, files, bucket)
         held.callback(configured.close)
         volumes = VolumeSet(VolumeContext(clock, wall, stamps, writable))
         contents = volumes.open_all(configured.openers)

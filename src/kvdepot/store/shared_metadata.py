@@ -56,18 +56,35 @@ class SharedMetadata:
         """Merged metadata of all local volumes."""
         self._remote = Metadata()
         """Metadata of other nodes on shared volumes."""
-        self._behind: set[VolumeEntry] = set()
-        """Volumes that lack entries."""
+        self._behind: Counter[VolumeEntry] = Counter()
+        """Volumes that lack entries, with the number of writes that have failed."""
         self._lock = threading.Lock()
         """Guards the three fields above; held briefly."""
 
-    def learn(self, entry: VolumeEntry, contents: Contents) -> None:
-        """Add the metadata of a volume."""
+    def learn(self, entry: VolumeEntry, contents: Contents) -> list[MetaEntry]:
+        """Add the metadata of a volume. Returns it without removals that this node has applied:
+        blocks that were put since must stay.
+        """
         with self._lock:
+            new = [one for one in contents.metadata if not self._is_applied(one)]
             metadata = self._remote if entry.is_remote else self._known
             for one in contents.metadata:
                 if one.kind not in OWN_KINDS:
                     metadata.add(one)
+        return new
+
+    def _is_applied(self, entry: MetaEntry) -> bool:
+        stone = Tombstone.parse(entry) if entry.kind is MetaKind.TOMBSTONE else None
+        return stone is not None and (self._known.removes(stone) or self._remote.removes(stone))
+
+    def compare(self) -> None:
+        """After all volumes were opened: the shared ones may lack removals of this node, which
+        could not be written there before it was closed.
+        """
+        with self._lock:
+            stones = self._known.tombstones.values()
+            if self._writable and not all(map(self._remote.removes, stones)):
+                self._behind.update(entry for entry in self._entries() if entry.is_remote)
 
     def put(
         self,
@@ -92,7 +109,7 @@ class SharedMetadata:
             done = entry.volume.put_meta(mine)
             if not done:
                 with self._lock:
-                    self._behind.add(entry)
+                    self._behind[entry] += 1
             if done and sync_s is not None:
                 done = entry.volume.sync(sync_s)
             if not entry.draining:
@@ -162,7 +179,7 @@ class SharedMetadata:
     def forget(self, entry: VolumeEntry) -> None:
         """Remove a volume that is not used any more."""
         with self._lock:
-            self._behind.discard(entry)
+            self._behind.pop(entry, None)
 
     def local(self) -> list[VolumeEntry]:
         """Volumes of this node that are attached: each has all metadata."""
@@ -192,15 +209,19 @@ class SharedMetadata:
         kinds = _REMOTE_KINDS if entry.is_remote else frozenset(MetaKind)
         with self._lock:
             entries = [one for one in self._known.all() if one.kind in kinds]
+            failed = self._behind[entry]
         done = entry.volume.put_meta(entries) and entry.volume.sync(SYNC_S)
         with self._lock:
-            (self._behind.discard if done else self._behind.add)(entry)
+            if not done:
+                self._behind[entry] += 1
+            elif self._behind[entry] == failed:  # none has failed meanwhile
+                del self._behind[entry]
 
     def _are_missing(self, local: Sequence[VolumeEntry]) -> bool:
-        """True if a local volume is detached, or lacks metadata that the others have."""
+        """True if a local volume is detached, or a volume lacks metadata that others have."""
         with self._lock:
             members = self._known.values(MetaKind.MEMBER).keys()
-            behind = any(not entry.is_remote for entry in self._behind)
+            behind = bool(self._behind)
         return behind or not members <= {entry.identity for entry in local}
 
     def raise_floor(self) -> None:

@@ -115,6 +115,7 @@ class VolumeSet:
                 entry.volume.close()
             raise fatal
         contents = [self._take_in(entry, None) for entry in self.entries]
+        self.metadata.compare()
         if self._context.writable:
             self.metadata.share()
         return [
@@ -264,8 +265,7 @@ class VolumeSet:
 
     def _learnt(self, entry: VolumeEntry, contents: Contents) -> Contents:
         entry.token = contents.token
-        self.metadata.learn(entry, contents)
-        return contents
+        return replace(contents, metadata=self.metadata.learn(entry, contents))
 
     def _alive(self, entry: VolumeEntry, contents: Contents) -> Blocks:
         """The records that no tombstone deletes and whose segments are above the floor. Discards

@@ -24,6 +24,7 @@ from kvdepot.memory.memory import Memory
 from kvdepot.volumes.log.medium import MountSettings
 from kvdepot.volumes.log.reader import ThroughputMeter
 from kvdepot.volumes.log.volume import LogVolume
+from kvdepot.volumes.object.bucket import Bucket
 from kvdepot.volumes.object.volume import BucketVolume
 
 GROUP: Final = "kvdepot.volumes"
@@ -36,14 +37,16 @@ _REGISTERED_MAX: Final = 8 << 30
 class ConfiguredVolumes:
     """Opens the volumes of a configuration."""
 
-    def __init__(self, config: Config, files: Files | None) -> None:
-        """Tests replace `files`, the access to disks."""
+    def __init__(
+        self, config: Config, files: Files | None = None, bucket: Bucket | None = None
+    ) -> None:
+        """Tests replace `files`, the access to disks, and `bucket`."""
         self._logs: dict[str, tuple[MountSettings, Files, list[ThroughputMeter]]] = {}
         self.openers: list[tuple[str, str, OpenVolume]] = []
         """Tier, path and factory."""
         for tier in config.file_tiers:
-            shared = files.share() if files is not None and self._logs else files
-            own = shared or Files(depth=tier.io_depth, timeout_s=tier.write_timeout)
+            again = files.share() if files is not None and self._logs else files
+            own = again or Files(depth=tier.io_depth, timeout_s=tier.write_timeout)
             self._logs[tier.TIER] = (mount_settings(tier), own, [])
             self.openers += [
                 (tier.TIER, str(path), partial(self._open_log, tier.TIER, path))
@@ -53,8 +56,10 @@ class ConfiguredVolumes:
             label = str(config.plugin.path or config.plugin.name)
             self.openers.append((config.plugin.TIER, label, partial(open_plugin, config.plugin)))
         if config.object is not None:
-            bucket = config.object
-            self.openers.append((bucket.TIER, bucket.url, partial(BucketVolume, bucket)))
+            shared = config.object
+            self.openers.append(
+                (shared.TIER, shared.url, partial(BucketVolume, shared, bucket=bucket))
+            )
 
     def opener(self, tier: str, path: Path) -> OpenVolume | None:
         """The factory for a path of a tier; None if the tier has no paths."""

@@ -11,9 +11,10 @@ from typing import Final
 
 import numpy as np
 
-from kvdepot.core.block import KEY_BYTES, TAG_BYTES, BlockKey
+from kvdepot.core.block import KEY_BYTES, BlockKey
 from kvdepot.core.metadata import MetaKind, Tombstone
 from kvdepot.core.volume import VOLUME_SHIFT
+from kvdepot.format.record import stamp_of
 from kvdepot.index.table import NONE
 from kvdepot.store.move.mover import BlockMover
 from kvdepot.store.move.reclaim import VolumeRoom
@@ -50,6 +51,7 @@ class VolumeWatchdog:
                 for entry in lower.volumes.entries:
                     if entry.has_news:
                         self.take_news(lower, entry)
+                    volumes.metadata.catch_up(entry)
                     if state.clock.now() >= self._due_s.get(entry, 0.0):
                         self.look(lower, entry)
             next_s = min(self._due_s.values(), default=0.0) - state.clock.now()
@@ -58,11 +60,10 @@ class VolumeWatchdog:
 
     def look(self, lower: LowerTier, entry: VolumeEntry) -> None:
         """Do the background work of one volume; reopen it if it was lost and can be used."""
-        state, volumes = self._state, self._state.volumes
+        state = self._state
         self._due_s = {one: due_s for one, due_s in self._due_s.items() if not one.retired}
         if state.closing.is_set():
             return
-        volumes.metadata.catch_up(entry)
         next_s = entry.volume.maintain(self._is_quiet)
         facts = entry.volume.facts()
         if facts.lost and not entry.draining and not self._rooms[lower].restore(entry.number):
@@ -74,7 +75,7 @@ class VolumeWatchdog:
         """Apply changes of other nodes on a volume. Blocks that they removed are dropped from all
         tiers.
         """
-        state, catalog = self._state, self._state.catalog
+        state = self._state
         for news, blocks in state.volumes.take_news(entry):
             found = [
                 Tombstone.parse(one) for one in news.metadata if one.kind is MetaKind.TOMBSTONE
@@ -83,19 +84,32 @@ class VolumeWatchdog:
             with state.lock:
                 places = (entry.number << VOLUME_SHIFT) + news.gone_places
                 lower.forget_gone(news.gone_words, places)
-                keys = [BlockKey(one.name) for one in removed if len(one.name) == KEY_BYTES]
-                rows = [row for row in catalog.rows(keys) if row != NONE] if keys else []
-                for tag in [one.name for one in removed if len(one.name) == TAG_BYTES]:
-                    word = np.frombuffer(tag, np.uint64)[0]
-                    known = np.flatnonzero(catalog.table.tags() == word).tolist()
-                    rows += [row for row in known if catalog.is_live(row)]
-                state.mark_deleted(rows)
-                state.events.count("removed", len(rows))
+                state.events.count("removed", sum(map(self._delete, removed)))
                 recorded = state.stamps.next()
                 lower.insert_recovered([blocks])
             if removed:
                 tombstones = [Tombstone(one.name, one.below, recorded) for one in removed]
                 self._mover.record_tombstones(tombstones, to_others=False)
+
+    def _delete(self, stone: Tombstone) -> int:
+        """Delete the blocks of a removal on another node. Returns their number. With the lock.
+
+        A block in memory that was put after the removal stays. The stamps of others are not in
+        memory: they go.
+        """
+        state, catalog = self._state, self._state.catalog
+        if len(stone.name) == KEY_BYTES:
+            known = [row for row in catalog.rows([BlockKey(stone.name)]) if row != NONE]
+        else:
+            word = np.frombuffer(stone.name, np.uint64)[0]
+            known = np.flatnonzero(catalog.table.tags() == word).tolist()
+        rows = []
+        for row in filter(catalog.is_live, known):
+            memory = state.memory_of(row)
+            if memory is None or stamp_of(memory.image(row)) < stone.below:
+                rows.append(row)
+        state.mark_deleted(rows)
+        return len(rows)
 
     def _is_quiet(self) -> bool:
         """True if no call reads, and nothing waits to be written."""
