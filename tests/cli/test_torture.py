@@ -15,7 +15,8 @@ from kvdepot.testing.torture.rounds import KINDS, Kind, RoundOutcome
 
 Seen = pytest.CaptureFixture[str]
 LAST = [
-    "ok", "cuts", "kills", "damages", "wrong", "lost", "back", "late_calls", "leaked_fds",
+    "ok", "cuts", "kills", "damages", "nodes", "clients", "seaweedfs", "wrong", "foreign", "lost",
+    "back", "late_calls", "leaked_fds",
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvdepot.cli import output
@@ -20,34 +21,45 @@ from kvdepot.cli.tables import Table
 from kvdepot.core.units import format_duration
 from kvdepot.errors import ConfigError
 from kvdepot.testing.torture.ledger import FAULTS
-from kvdepot.testing.torture.rounds import KINDS, Kind, RoundOutcome, torture
+from kvdepot.testing.torture.rounds import KINDS, ON_REQUEST, Kind, RoundOutcome, torture
+from kvdepot.testing.torture.seaweedfs import weed_binary
 
 SHOWN_MAX = 5
 """Faults of one round that are printed as text; --json has all of them."""
 Totals = dict[Kind, Counter[str]]
 """Rounds, what was done in them, pins and faults of each kind."""
 HEADS = ["", "rounds", "number", "pins"]
-HEADS += ["wrong", "lost", "back", "broken", "late", "leaked", "unclean", "errors"]
+HEADS += ["wrong", "foreign", "lost", "back", "broken", "late", "leaked", "unclean", "errors"]
 
 
 def parse_kinds(text: str) -> tuple[Kind, ...]:
-    kinds = tuple(kind for kind in KINDS if kind in text.split(","))
+    known = (*KINDS, *ON_REQUEST)
+    kinds = tuple(kind for kind in known if kind in text.split(","))
     if len(kinds) != len(set(text.split(","))):
-        raise ValueError(f"invalid kinds {text!r} (expected some of {', '.join(KINDS)})")
+        raise ValueError(f"invalid kinds {text!r} (expected some of {', '.join(known)})")
     return kinds
+
+
+def possible(kinds: Sequence[Kind]) -> list[Kind]:
+    """The kinds that can run here. Says which cannot."""
+    found = list(kinds)
+    if "seaweedfs" in found and (weed_binary() is None or find_spec("obstore") is None):
+        output.say("seaweedfs is left out: the program `weed` or the package obstore is missing")
+        found.remove("seaweedfs")
+    return found
 
 
 def run(args: argparse.Namespace) -> Answer:
     seed = args.seed if args.seed is not None else secrets.randbelow(10**9)
-    totals: Totals = {kind: Counter() for kind in KINDS}
+    kinds, jobs = possible(args.only or KINDS), args.jobs or len(os.sched_getaffinity(0))
+    totals: Totals = {kind: Counter() for kind in (*KINDS, *ON_REQUEST)}
     failed: list[RoundOutcome] = []
     started = time.monotonic()
 
     def more(begun: int) -> bool:
-        within = args.rounds is None or begun < args.rounds
+        within = bool(kinds) and (args.rounds is None or begun < args.rounds)
         return within and (begun == 0 or time.monotonic() - started < args.for_)
 
-    kinds, jobs = args.only or KINDS, args.jobs or len(os.sched_getaffinity(0))
     with place(args.path, keep=args.keep) as folder:
         rounds = torture(folder, seed, kinds, keep=args.keep, jobs=jobs, more=more)
         label = f"torture from seed {seed}"
@@ -144,6 +156,7 @@ def document(
         "ok": not failed,
         **{kind: found["done"] for kind, found in totals.items()},
         "wrong": whole["wrong"],
+        "foreign": whole["foreign"],
         "lost": whole["lost"],
         "back": whole["back"],
         "late_calls": whole["late"],
@@ -154,13 +167,15 @@ def document(
 COMMAND = Command(
     more="Works on small stores of all tier combinations, cuts their power (simulated), kills "
     "their process (kill -9) or damages their files, opens them again and verifies every promise. "
+    "Runs several nodes over a bucket that goes away, and a daemon whose clients are stopped. "
     "Exits with 1 if a promise was broken.",
     options=f"""
     [PATH]         an empty folder on the disk to use (default: a new one for temporary files)
     --seed SEED    of the first round; the next has SEED + 1 (default: random)
     --for TIME     how long [default: 60s]
     --rounds N     the largest number of rounds
-    --only KINDS    {",".join(KINDS)} or some of them (default: all)
+    --only KINDS    {",".join(KINDS)} or some of them (default: all), or
+                   {",".join(ON_REQUEST)}, which needs the program `weed`
     --jobs N       rounds at the same time (default: number of processors)
     --keep         keep the files of failed rounds
     """,

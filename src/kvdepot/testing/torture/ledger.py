@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-Fault = Literal["wrong", "lost", "back", "broken", "late", "leaked", "unclean", "error"]
+Fault = Literal["wrong", "foreign", "lost", "back", "broken", "late", "leaked", "unclean", "error"]
 FAULTS: Final[tuple[Fault, ...]] = (
-    "wrong", "lost", "back", "broken", "late", "leaked", "unclean", "error",
+    "wrong", "foreign", "lost", "back", "broken", "late", "leaked", "unclean", "error",
 )  # fmt: skip
 
 

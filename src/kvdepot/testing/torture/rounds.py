@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from kvdepot.errors import ConfigError, DriveError, FormatError
 from kvdepot.store.check.offline import audit
@@ -35,11 +35,14 @@ from kvdepot.store.store import Store
 from kvdepot.testing.faults import BOUNDARIES, FaultyFiles, Kill, Operation, kill_process
 from kvdepot.testing.faults import Fault as DiskFault
 from kvdepot.testing.power import PowerFiles
+from kvdepot.testing.torture.clients import play_clients
 from kvdepot.testing.torture.damage import HARMS, files_in
+from kvdepot.testing.torture.judge import judge_files, judge_leaks, judge_store, left_out
 from kvdepot.testing.torture.ledger import Ledger
+from kvdepot.testing.torture.nodes import play_nodes
+from kvdepot.testing.torture.seaweedfs import play_seaweedfs
 from kvdepot.testing.torture.workload import StoreSession, Trust, descriptors, threads
 from kvdepot.testing.torture.world import (
-    SEGMENT_BYTES,
     TierMix,
     World,
     all_blocks,
@@ -48,12 +51,15 @@ from kvdepot.testing.torture.world import (
     residents,
 )
 
-Kind = Literal["cuts", "kills", "damages"]
-KINDS: Final[tuple[Kind, ...]] = ("cuts", "kills", "damages")
+Kind = Literal["cuts", "kills", "damages", "nodes", "clients", "seaweedfs"]
+KINDS: Final[tuple[Kind, ...]] = ("cuts", "kills", "damages", "nodes", "clients")
+ON_REQUEST: Final[tuple[Kind, ...]] = ("seaweedfs",)
+"""Kinds that need more than this package."""
 LIVES: Final = 10
 TRIALS: Final = 40
 HUNG_S: Final = 120.0
-_SOON_S: Final = 10.0
+NODES_HUNG_S: Final = 480.0
+"""Nodes wait for each other after each outage, and for a server that starts."""
 MOMENTS: Final = ("before", "torn", "after", "without")
 
 
@@ -184,6 +190,17 @@ def play(folder: Path, seed: int, kind: Kind, *, keep: bool = False) -> RoundOut
                 in_child(world, ledger, lambda: _play_cuts(world, ledger, chance))
             case "damages":
                 in_child(world, ledger, lambda: _suffer(world, ledger, chance))
+            case "nodes":
+                outcome.words = "nodes over a shared folder"
+                nodes = partial(play_nodes, world.folder, ledger, chance)
+                in_child(world, ledger, nodes, hung_s=NODES_HUNG_S)
+            case "clients":
+                outcome.words = f"a daemon over {world.mix.words}"
+                in_child(world, ledger, lambda: play_clients(world, ledger, chance))
+            case "seaweedfs":
+                outcome.words = "nodes over SeaweedFS"
+                nodes = partial(play_seaweedfs, world.folder, ledger, chance)
+                in_child(world, ledger, nodes, hung_s=NODES_HUNG_S)
         ledger.catch_up()
         outcome.done += ledger.expected.done
         outcome.pins = ledger.expected.pins
@@ -240,11 +257,16 @@ def _follow(world: World, ledger: Ledger) -> None:
 
 
 def in_child(
-    world: World, ledger: Ledger, work: Callable[[], None], kill_after_s: float | None = None
+    world: World,
+    ledger: Ledger,
+    work: Callable[[], None],
+    kill_after_s: float | None = None,
+    *,
+    hung_s: float = HUNG_S,
 ) -> int:
     """Run `work` in a forked process. Returns its exit code, negative for a signal.
 
-    Exceptions are recorded as faults. The process is killed after HUNG_S.
+    Exceptions are recorded as faults. The process is killed after `hung_s`.
     """
     pid = os.fork()
     if pid == 0:
@@ -263,8 +285,8 @@ def in_child(
         if kill_after_s is not None:
             time.sleep(kill_after_s)
             os.kill(pid, signal.SIGKILL)
-        elif not _ends(pid, HUNG_S):
-            ledger.fault("late", f"a process hangs for {HUNG_S:.0f} s; see stacks.txt")
+        elif not _ends(pid, hung_s):
+            ledger.fault("late", f"a process hangs for {hung_s:.0f} s; see stacks.txt")
             os.kill(pid, signal.SIGUSR1)
             _ends(pid, 1.0)
             os.kill(pid, signal.SIGKILL)
@@ -507,121 +529,3 @@ def _audit_and_repair(path: Path, ledger: Ledger) -> None:
         return
     for finding in audit(path).findings:
         ledger.fault("unclean", f"after a repair: {finding}")
-
-
-def judge_files(world: World, ledger: Ledger) -> None:
-    """The offline check must find nothing on any drive that was initialized."""
-    for path in (*world.ssd_paths, *world.hdd_paths):
-        if (path / "superblock").exists():
-            for finding in audit(path).findings:
-                ledger.fault("unclean", f"{path.parent.name}: {finding}")
-
-
-def judge_store(
-    store: Store,
-    world: World,
-    ledger: Ledger,
-    *,
-    cut: bool = False,
-    files: PowerFiles | None = None,
-) -> None:
-    """Check all that must hold after a store's end."""
-    expected, blocks = ledger.expected, all_blocks()
-    drives = drive_facts(store)
-    ledger.write("opened", drives=drives, left_out=left_out(store))
-    present = {block.number for block in blocks if store.match([block.key])}
-    down = any(not drive["healthy"] for drive in drives)  # paused after a late write
-    away = down or bool(world.away())
-    gone, must = expected.removed, must_be_there(world, ledger)
-    if cut:
-        gone = expected.synced
-    if away:
-        gone = gone - expected.doubtful
-    if cut and world.mix.fsync == "never":
-        gone, must = set(), set()
-    for number in sorted(present & gone):
-        ledger.fault("back", f"block {number} was removed and is present again")
-    for number in sorted(set() if away else must - present):
-        ledger.fault("lost", f"block {number} was flushed and is missing")
-    there = [block for block in blocks if block.number in present]
-    right, wrong = read_blocks(store, there)
-    for block in wrong:
-        ledger.fault("wrong", f"block {block.number} has wrong bytes")
-    if files is not None and files.off:
-        return
-    read = {block.number for block in (*right, *wrong)}
-    for block in [blocks[number] for number in sorted(present - read)]:
-        if not store.match([block.key]):
-            continue
-        # A copy on a drive that works again meanwhile makes it present: then it can be read.
-        right, wrong = read_blocks(store, [block])
-        if wrong:
-            ledger.fault("wrong", f"block {block.number} has wrong bytes")
-        elif not right and store.match([block.key]):
-            ledger.fault("lost", f"block {block.number} is present and cannot be read")
-    for finding in store.admin.check(deep=False).findings:
-        ledger.fault("unclean", str(finding))
-    quarantined = store.stats()["counters"]["quarantined"]
-    if quarantined and world.mix.fsync != "never":
-        ledger.fault("unclean", f"{quarantined} blocks were quarantined")
-    if not away and world.mix.fsync != "never":
-        judge_pins(store, ledger, present)
-    ledger.write("present", present, away=away, cut=cut, ssds=world.ssds)
-
-
-def judge_pins(store: Store, ledger: Ledger, present: set[int]) -> None:
-    """Every pin with a receipt must exist, and its blocks must be present."""
-    known = {one["name"]: one["pin"] for one in store.sessions.list(limit=1000)}
-    kept = {name: blocks for name, blocks in ledger.expected.kept.items() if blocks}
-    for name, blocks in sorted(kept.items()):
-        if known.get(name) is None:
-            ledger.fault("broken", f"{name}: its pin is missing")
-        for number in sorted(blocks - present):
-            ledger.fault("broken", f"{name}: block {number} is pinned and missing")
-    ledger.write("kept", count=len(kept))
-
-
-def left_out(store: Store) -> int:
-    """The number of volumes that could not be opened."""
-    entries = store.inspect().state.volumes.entries
-    return sum(entry.error is not None for entry in entries)
-
-
-def drive_facts(store: Store) -> list[dict[str, Any]]:
-    """The state of each volume, for readers of the ledger."""
-    wanted = ("path", "healthy", "reason", "segments", "free_segments", "capacity_bytes", "damage")
-    described = [
-        one for lower in store.inspect().state.lower_tiers for one in lower.volumes.describe()
-    ]
-    return [{name: one.get(name) for name in wanted} for one in described]
-
-
-def must_be_there(world: World, ledger: Ledger) -> set[int]:
-    """Blocks that cannot have been evicted: those that the index had at the end, and all flushed
-    blocks if the capacity is at least four times the bytes ever put.
-    """
-    expected, mix = ledger.expected, world.mix
-    there = set(expected.apart)
-    if expected.had_snapshot:
-        there |= expected.must
-    room = world.ssd_bytes
-    if mix.hdds:
-        room = min(room, mix.hdds * mix.hdd_segments * 2 * SEGMENT_BYTES)
-    if not expected.drives.shrunk and 4 * expected.put_bytes < room:
-        there |= expected.flushed
-    return there
-
-
-def judge_leaks(ledger: Ledger, before_fds: int, before_threads: list[str]) -> None:
-    """A closed store must have no descriptors and, within _SOON_S, no threads."""
-    deadline = time.monotonic() + _SOON_S
-    while True:
-        left = descriptors() - before_fds
-        names = [name for name in threads() if name not in before_threads]
-        if (left <= 0 and not names) or time.monotonic() > deadline:
-            break
-        time.sleep(0.005)
-    if left > 0:
-        ledger.fault("leaked", f"{left} descriptors are still open", count=left)
-    if names:
-        ledger.fault("leaked", f"threads still run: {', '.join(names)}", count=len(names))

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from kvdepot.config.settings import Config, load
+from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
 from kvdepot.core.layout import KVLayout
 from kvdepot.core.namespace import Namespace
@@ -18,6 +18,7 @@ from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import DriveModel, EmulatedFiles
 from kvdepot.testing.images import payload_for
+from kvdepot.volumes.object.bucket import Bucket
 
 BLOCK_TOKENS: Final = 4
 SEGMENT_BYTES: Final = 64 << 10
@@ -141,6 +142,10 @@ class World:
     ssds: list[int] = field(default_factory=list)
     """Numbers of the drives that the store is opened with."""
     ssd_segments: int = 0
+    object: dict[str, Any] | None = None
+    """Settings of the tier that nodes share, if there is one."""
+    bucket: Bucket | None = None
+    """The way to it."""
 
     def __post_init__(self) -> None:
         self.ssds = self.ssds or list(range(self.mix.ssds))
@@ -207,7 +212,8 @@ class World:
         segments = (len(list(drive.glob("segment-*.kvs"))) for drive in drives)
         self.ssd_segments = max([self.ssd_segments, *segments])
 
-    def config(self) -> Config:
+    def tree(self) -> dict[str, Any]:
+        """The settings of the store."""
         mix = self.mix
         shared = {
             "fsync": mix.fsync,
@@ -238,7 +244,9 @@ class World:
                 "run": 2 * SEGMENT_BYTES,
                 "write_mode": mix.hdd_mode,
             }
-        return load(overrides=tree)
+        if self.object is not None:
+            tree["object"] = self.object
+        return tree
 
     def open(self, files: Files | None = None, mode: Literal["rw", "r"] = "rw") -> Store:
         if files is None and self.mix.emulated:
@@ -246,7 +254,7 @@ class World:
             files = EmulatedFiles(slow.get, self.mix.engine)
         elif files is None:
             files = Files(self.mix.engine, timeout_s=LIMIT_S)
-        store = assemble(self.config(), mode=mode, files=files)
+        store = assemble(load(overrides=self.tree()), mode=mode, files=files, bucket=self.bucket)
         for space in SPACES:
             store.namespace(space)
         return store
