@@ -264,8 +264,9 @@ class Depot(ABC):
 
         The report is true if all of them are. `not_durable` counts the others by reason: blocks in
         memory, and blocks evicted unwritten since the last flush. Blocks evicted from a drive do
-        not count. With `keys` the report is about these blocks only, and `blocks` has an answer for
-        each. Failed writes are tried again. Blocks for `timeout_s` at most.
+        not count. `tiers` has the counts of each tier. With `keys` the report is about these blocks
+        only, and `blocks` has an answer for each. Failed writes are tried again. Blocks for
+        `timeout_s` at most.
         """
         words = None if keys is None else as_words(checked(list(keys)))
         return self._calls.flush(timeout_s, words)

@@ -5,8 +5,9 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Final, Protocol, Self
 
 from kvdepot.core.block import BlockKey, GetResult, PutResult
@@ -81,6 +82,28 @@ _UNFINISHED: Final = (Durability.WAITING, Durability.FAILED, Durability.DAEMON)
 
 
 @dataclass(frozen=True, slots=True)
+class TierReport:
+    """What `flush` says of one tier below memory."""
+
+    durable: int = 0
+    """Number of blocks that are durable in this tier."""
+    waiting: int = 0
+    """Blocks that were not written, or not synced, before the timeout."""
+    owed: int = 0
+    """Blocks that could not be written while the tier was away, and are written when it is back."""
+    given_up: int = 0
+    """Blocks that were owed and will not be written, since the last flush without keys."""
+
+    def __add__(self, other: "TierReport") -> "TierReport":
+        """The report on the blocks of both."""
+        return TierReport(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def is_complete(self) -> bool:
+        return not (self.waiting or self.owed or self.given_up)
+
+
+@dataclass(frozen=True, slots=True)
 class FlushReport:
     """Result of `flush` and `close`. True if all requested blocks are durable."""
 
@@ -92,14 +115,21 @@ class FlushReport:
     """Number of other blocks, by reason."""
     blocks: tuple[Durability, ...] = ()
     """The durability of each key, if keys were given."""
+    tiers: Mapping[str, TierReport] = field(default_factory=dict)
+    """What each tier below memory has of the blocks. A block counts as durable if one tier has it;
+    the report is complete if all have it that should."""
 
     @classmethod
-    def of(cls, blocks: Iterable[Durability]) -> Self:
+    def of(
+        cls, blocks: Iterable[Durability], tiers: Mapping[str, TierReport] = MappingProxyType({})
+    ) -> Self:
         """The report on these blocks."""
         found = tuple(blocks)
         counts = Counter(found)
         durable = counts.pop(Durability.DURABLE, 0)
-        return cls(not any(counts[why] for why in _UNFINISHED), durable, +counts, found)
+        complete = not any(counts[why] for why in _UNFINISHED)
+        complete = complete and all(one.is_complete for one in tiers.values())
+        return cls(complete, durable, +counts, found, tiers)
 
     def __bool__(self) -> bool:
         return self.ok

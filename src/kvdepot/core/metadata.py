@@ -52,6 +52,8 @@ class MetaKind(IntEnum):
     """Remaining write budget in bytes, and its time, two f64 [empty]."""
     OPENED = 12
     """The volume was opened for writing at this stamp, no value [empty]."""
+    OWED = 13
+    """Blocks with this stamp or a later one may be missing on a tier, u64 [its name]."""
 
 
 OWN_KINDS: Final = frozenset({MetaKind.PROFILE, MetaKind.SLOTS, MetaKind.BUDGET, MetaKind.OPENED})

@@ -32,6 +32,10 @@ class Copies:
         self.tier = tier
         self.state = table.column(np.uint8, _ABSENT)
         self.location = table.column(np.int64, NONE)
+        self.owed = table.column(np.uint8, 0)
+        """1: the block could not be written here, and shall be when the tier works again."""
+        self.left_owed = 0
+        """Number of blocks that have left all tiers and were owed to this one."""
         self.count = 0
         self.bit = bit
         """The bit of this tier in a row's residency, set while the copy is ready."""
@@ -290,6 +294,8 @@ class Catalog:
                 self._unlink(row)
                 if self.unwritten.view[row]:
                     self.left_unwritten[self.unwritten.view[row]] += 1
+                for copies in self.files:
+                    copies.left_owed += copies.owed.view[row]
             self.table.free(row)
 
     def _link(self, row: int) -> None:

@@ -350,6 +350,16 @@ METRICS: Final = (
         "dirty_limit_bytes",
         "Size of the write queues above which new blocks are written later.",
     ),
+    _gauge(
+        "owed_blocks",
+        "tiers.{tier}.owed",
+        "Blocks that wait on drives of this node until a tier that is away works again.",
+    ),
+    _counter(
+        "owed_settled_blocks",
+        "counters.owed_{outcome:written,given_up}",
+        "Blocks that were owed to a tier: written when it worked again, or given up.",
+    ),
     _gauge("drive_healthy", "tiers.{tier}.drives.{drive}.healthy", "1: the drive works."),
     _gauge(
         "drive_full",

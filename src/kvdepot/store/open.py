@@ -24,6 +24,7 @@ from kvdepot.policy.eviction import order_named
 from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.store.drives.disk_room import shortages
 from kvdepot.store.drives.maintenance import VolumeMaintenance
+from kvdepot.store.drives.owed import read_marks
 from kvdepot.store.state.lower_tier import LowerTier, TierVolumes
 from kvdepot.store.state.state import StoreClocks, StoreMemory, StoreState
 from kvdepot.store.store import Store
@@ -111,6 +112,7 @@ def assemble(
         LowerTier(TierVolumes(volumes, copies.tier), settings, catalog, copies, writable=writable)
         for settings, copies in zip(config.lower_tiers, catalog.files, strict=False)
     ]
+    read_marks(volumes, lower_tiers)
     pinned = _take_in(catalog, lower_tiers, contents)
     touched = [arena] * config.dram.prefault
     touched += [staging] * (config.dram.prefault or config.writeback.prefault)
@@ -138,6 +140,11 @@ def _take_in(
     for lower, parts in sorted(found, key=lambda one: -sum(len(part.words) for part in one[1])):
         lower.insert_recovered(parts)
         trim_heap()
+    for lower in lower_tiers:
+        for other, parts in found:
+            if other is not lower and not other.volumes.is_remote:
+                for part in parts:
+                    lower.queue.owed.recall(part.words, part.stamps)
     return pinned
 
 

@@ -19,6 +19,7 @@ def describe(state: StoreState) -> dict[str, Any]:
         tiers[lower.name]["thrashing"] = state.writes.admission.thrashing
     now_s = state.clock.now()
     for lower in state.lower_tiers:
+        tiers[lower.name]["owed"] = len(lower.queue.owed.rows()) if lower.queue.owed.any else 0
         tiers[lower.name]["write_queue"] = {
             "blocks": len(lower.queue.tickets),
             "bytes": lower.queue.dirty_bytes,

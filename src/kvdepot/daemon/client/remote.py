@@ -21,6 +21,7 @@ from kvdepot.core.depot import (
     Durability,
     FlushReport,
     NamespaceHandle,
+    TierReport,
 )
 from kvdepot.core.keys import Keys, as_keys
 from kvdepot.core.requests import Array, Offer
@@ -55,7 +56,7 @@ from kvdepot.daemon.client.services import (
 from kvdepot.daemon.wire import frames
 from kvdepot.daemon.wire.frames import Flag, FrameKind
 from kvdepot.depot import Depot, DepotCalls, DepotDefaults, Namespaces
-from kvdepot.errors import ConfigError, DaemonError, StoreClosedError
+from kvdepot.errors import ConfigError, DaemonError, StoreClosedError, WireError
 from kvdepot.native import copy_out
 
 _LONG_S: Final = 3600.0
@@ -237,34 +238,44 @@ class RemoteStore(Depot):
         if keys is None:
             return self._flush_all(timeout_s)
         parts = [self._flush_keys(keys, part, timeout_s) for part in batches(keys)]
-        return FlushReport.of(itertools.chain(*parts))
+        tiers: dict[str, TierReport] = {}
+        for _, found in parts:
+            for name, one in found.items():
+                tiers[name] = tiers.get(name, TierReport()) + one
+        return FlushReport.of(itertools.chain(*(codes for codes, _ in parts)), tiers)
 
     def _flush_all(self, timeout_s: float) -> FlushReport:
         def ask(connections: Connections, link: Link) -> FlushReport:
             mine, others = self._daemon.unflushed(connections)
             complete, raw = _ask_flush(link, timeout_s, b"")
-            if len(raw) != 8 * len(DURABILITY):
+            nbytes = 8 * len(DURABILITY)
+            if len(raw) < nbytes:
                 raise DaemonAwayError("malformed counts")
-            totals = np.frombuffer(raw, "<u8").tolist()
+            totals = np.frombuffer(raw[:nbytes], "<u8").tolist()
             counts = Counter(dict(zip(DURABILITY, totals, strict=True)))
             durable = counts.pop(Durability.DURABLE)
             counts[Durability.DAEMON] += others
-            report = FlushReport(complete and not others, durable, +counts)
+            tiers = _parsed_tiers(raw[nbytes:])
+            report = FlushReport(complete and not others, durable, +counts, (), tiers)
             self._daemon.told(connections, mine if report.ok else 0)
             return report
 
         return self._daemon.ask(ask, FlushReport(False))
 
-    def _flush_keys(self, keys: Keys, part: range, timeout_s: float) -> list[Durability]:
-        """The durability of each key of a batch; FAILED if no daemon answers."""
+    def _flush_keys(
+        self, keys: Keys, part: range, timeout_s: float
+    ) -> tuple[list[Durability], dict[str, TierReport]]:
+        """The durability of each key of a batch, DAEMON if no daemon answers; and by tier."""
 
-        def ask(_: Connections, link: Link) -> list[Durability]:
-            codes = _ask_flush(link, timeout_s, keys_of(keys, part))[1]
+        def ask(_: Connections, link: Link) -> tuple[list[Durability], dict[str, TierReport]]:
+            raw = _ask_flush(link, timeout_s, keys_of(keys, part))[1]
+            codes = raw[: len(part)]
             if len(codes) != len(part) or max(codes, default=0) >= len(DURABILITY):
                 raise DaemonAwayError("malformed answers")
-            return [DURABILITY[code] for code in codes]
+            return [DURABILITY[code] for code in codes], _parsed_tiers(raw[len(part) :])
 
-        return self._daemon.ask(ask, [Durability.DAEMON] * len(part))
+        none: dict[str, TierReport] = {}
+        return self._daemon.ask(ask, ([Durability.DAEMON] * len(part), none))
 
     def _check_no_secret(self, tenant: str) -> None:
         """Raise unless the daemon says that the tenant has no secret: keys made without it would be
@@ -286,6 +297,13 @@ class RemoteStore(Depot):
                 "the tenant has a secret, which the daemon does not reveal",
                 hint="pass secret=…, or tenants={…} to kvdepot.open",
             )
+
+
+def _parsed_tiers(raw: bytes) -> dict[str, TierReport]:
+    try:
+        return frames.parse_tiers(raw)
+    except WireError as error:
+        raise DaemonAwayError("malformed answers") from error
 
 
 def _ask_flush(link: Link, timeout_s: float, keys: bytes) -> tuple[bool, bytes]:

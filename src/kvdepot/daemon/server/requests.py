@@ -336,7 +336,7 @@ class RequestHandler:
         else:
             counts = {Durability.DURABLE: report.durable, **report.not_durable}
             body += np.array([counts.get(why, 0) for why in DURABILITY], "<u8").tobytes()
-        self._channel.send(FrameKind.FLUSHED, frame.serial, body)
+        self._channel.send(FrameKind.FLUSHED, frame.serial, body + frames.pack_tiers(report.tiers))
 
     def _stats(self, frame: Frame) -> None:
         if frame.body:

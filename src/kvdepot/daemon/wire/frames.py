@@ -23,8 +23,8 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, Final, NamedTuple, Self
 
@@ -32,7 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.core.block import KEY_BYTES, TAG_BYTES, PutResult
+from kvdepot.core.depot import TierReport
 from kvdepot.core.first_token import FirstToken, Reason
+from kvdepot.core.volume import TIER_NAMES
 from kvdepot.errors import ConfigError, WireError
 
 FRAME_BYTES_MAX: Final = 64 << 10
@@ -490,11 +492,25 @@ class Number(Fixed):
 @dataclass(frozen=True, slots=True)
 class Flushed(Fixed):
     """Head of FLUSHED. A count for each value of core.depot.DURABILITY follows; or, if keys were
-    given, an index into DURABILITY for each key.
+    given, an index into DURABILITY for each key. Then a FLUSHED_TIER for each tier below memory.
     """
 
     FORM = struct.Struct("<B7x")
     complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FlushedTier(Fixed):
+    """What one tier (index in core.volume.TIER_NAMES) has of the blocks. See
+    core.depot.TierReport.
+    """
+
+    FORM = struct.Struct("<5Q")
+    tier: int
+    durable: int
+    waiting: int
+    owed: int
+    given_up: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -556,6 +572,23 @@ def split(form: type[Fixed], body: memoryview) -> tuple[Any, bytes]:
     if len(body) < size:
         raise WireError(f"{form.__name__}: {len(body)} bytes, at least {size}")
     return form.parse(body[:size]), bytes(body[size:])
+
+
+def pack_tiers(tiers: Mapping[str, TierReport]) -> bytes:
+    """The end of a FLUSHED."""
+    rows = [FlushedTier(TIER_NAMES.index(name), *astuple(one)) for name, one in tiers.items()]
+    return b"".join(row.body() for row in rows)
+
+
+def parse_tiers(raw: bytes) -> dict[str, TierReport]:
+    """Parse the end of a FLUSHED. Raises WireError."""
+    tiers, rest = {}, raw
+    while rest:
+        row, rest = split(FlushedTier, memoryview(rest))
+        if row.tier >= len(TIER_NAMES):
+            raise WireError(f"there is no tier {row.tier}")
+        tiers[TIER_NAMES[row.tier]] = TierReport(row.durable, row.waiting, row.owed, row.given_up)
+    return tiers
 
 
 def table(body: memoryview, dtype: np.dtype[Any]) -> tuple[int, Array]:

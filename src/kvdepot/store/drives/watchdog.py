@@ -16,6 +16,7 @@ from kvdepot.core.metadata import MetaKind, Tombstone
 from kvdepot.core.volume import VOLUME_SHIFT
 from kvdepot.format.record import stamp_of
 from kvdepot.index.table import NONE
+from kvdepot.store.drives.owed import OwedWrites
 from kvdepot.store.move.mover import BlockMover
 from kvdepot.store.move.reclaim import VolumeRoom
 from kvdepot.store.state.lower_tier import LowerTier
@@ -37,6 +38,7 @@ class VolumeWatchdog:
         self._state = state
         self._rooms = rooms
         self._mover = mover
+        self._owed = OwedWrites(state)
         self._due_s: dict[VolumeEntry, float] = {}
         self.thread = threading.Thread(target=self._run, name="kvdepot-watchdog", daemon=True)
 
@@ -47,6 +49,7 @@ class VolumeWatchdog:
     def _run(self) -> None:
         state, volumes = self._state, self._state.volumes
         while not state.closing.is_set():
+            self._owed.look()
             for lower in state.lower_tiers:
                 for entry in lower.volumes.entries:
                     if entry.has_news:

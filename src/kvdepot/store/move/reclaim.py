@@ -20,7 +20,7 @@ from kvdepot.policy.placing.reclaim import SegmentFacts, abandoned, most_garbage
 from kvdepot.store.move.demote import Demoter
 from kvdepot.store.move.mover import PIECE_BYTES, BlockMover, CopyJob
 from kvdepot.store.state.background_throttle import ChunkSizer
-from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.lower_tier import LowerTier, has_bound
 from kvdepot.store.state.state import StoreState
 
 _OLDEST: Final = 8
@@ -139,6 +139,9 @@ class VolumeRoom:
         if blocks is not None:
             with state.lock:
                 self._lower.insert_recovered([blocks])
+                for other in state.lower_tiers:
+                    if other is not self._lower and not self._lower.volumes.is_remote:
+                        other.queue.owed.recall(blocks.words, blocks.stamps)
                 self._lower.pinned.renew()
             volumes.entered(entry)
         return blocks is not None
@@ -295,7 +298,7 @@ class Reclaimer:
         table = volume.segments()
         tried = tried | self._lower.unentered(number, table)
         sealed = [one for one in table.segments[table.sealed].tolist() if one not in tried]
-        if self._lower.pinned.total:  # else pins could hide all reclaimable segments
+        if has_bound(self._lower):  # else bound blocks could hide all reclaimable segments
             segment_bytes = volume.facts().segment_bytes
             live = self._lower.live
             loose = (one for one in sealed if not self._in_use(live(number, one), segment_bytes))

@@ -38,6 +38,9 @@ COUNTERS: Final = (
     "written_bytes",
     # Given up by write-back: in memory only.
     "write_failed",
+    # Owed to a tier that was away: written when it worked again, or not at all.
+    "owed_written",
+    "owed_given_up",
     *(f"evicted_{tier}" for tier in TIER_NAMES),
     # Evicted blocks that no other drive accepted when theirs was drained.
     *(f"drained_{tier}" for tier in LOWER_TIERS),

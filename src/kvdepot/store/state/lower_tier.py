@@ -33,6 +33,7 @@ from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.index.tree import HITS_MAX
 from kvdepot.policy.placing.drive_shares import DriveLoad, Shares, are_uneven
 from kvdepot.policy.placing.write_mode import WriteMode
+from kvdepot.store.state.owed_blocks import OwedBlocks
 from kvdepot.store.volume_entry import VolumeEntry
 from kvdepot.store.volume_set import Blocks, VolumeSet
 
@@ -43,6 +44,7 @@ _ARRIVALS_APART_S: Final = 1.0
 _WAVE_BYTES: Final = 32 << 20
 _REMOTE_WAVE_BYTES: Final = 64 << 20
 """Bytes of a wave from a bucket: enough for all parallel requests."""
+_NO_LIMIT: Final = 1 << 62
 _UNEVEN: Final = 1.25
 """Volumes whose speeds differ by a smaller factor count as equal."""
 
@@ -174,8 +176,10 @@ class VolumeShares:
 class WriteQueue:
     """Blocks in memory that wait to be written to one tier."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, copies: Copies) -> None:
         self._catalog = catalog
+        self.owed = OwedBlocks(catalog, copies)
+        """Blocks that could not be written to the tier."""
         self.dirty: deque[int] = deque()
         """Rows that wait, oldest first."""
         self.dirty_bytes = 0
@@ -252,7 +256,7 @@ class LowerTier:
         self.foreground_s = -1.0
         """Time at which the last of them ended."""
         self.mode = WriteMode(config.write_mode)
-        self.queue = WriteQueue(catalog)
+        self.queue = WriteQueue(catalog, copies)
         self.segment_rows: dict[int, array[int]] = {}
         """Rows written to each segment, by location without page; some have been moved since."""
         self.appending: Counter[int] = Counter()
@@ -268,13 +272,21 @@ class LowerTier:
     def share(self, pinned: PinnedRows, tiers: Iterable["LowerTier"]) -> None:
         """Set the pin counts, and the other lower tiers of the store."""
         self.pinned = pinned
-        self._others = [lower for lower in tiers if lower is not self]
+        self._others = others = [lower for lower in tiers if lower is not self]
+        self.queue.owed.limit_bytes = lambda: _owed_limit_bytes(others, pinned)
 
     def bound(self, rows: Rows) -> Bools:
-        """True for pinned rows that no other durable tier has: they must stay in this tier."""
-        found: Bools = self.pinned.pins.array[rows] > 0
-        if not self.pinned.total or not found.any():
-            return np.zeros(len(rows), dtype=bool)
+        """True for rows that are pinned, or owed to another tier, and that no other durable tier
+        has: they must stay in this tier.
+        """
+        found = np.zeros(len(rows), dtype=bool)
+        if self.pinned.total:
+            found |= self.pinned.pins.array[rows] > 0
+        for other in self._others:
+            if other.queue.owed.any:
+                found |= other.queue.owed.has(rows)
+        if not found.any():
+            return found
         for other in self._others:
             if other.volumes.is_durable and other.volumes.are_up:
                 found &= other.copies.state.array[rows] != CopyState.READY
@@ -282,9 +294,7 @@ class LowerTier:
 
     def is_bound(self, row: int) -> bool:
         """`bound` for one row."""
-        if not self.pinned.total or not self.pinned.pins.view[row]:
-            return False
-        return bool(self.bound(np.array([row], np.int64))[0])
+        return has_bound(self) and bool(self.bound(np.array([row], np.int64))[0])
 
     def usable(self, row: int) -> bool:
         """True if there is a copy here on a volume that is up."""
@@ -307,6 +317,7 @@ class LowerTier:
     def enter(self, row: int, location: int) -> None:
         """Record that a block was written to `location`."""
         self.catalog.unwritten.view[row] = 0
+        self.queue.owed.settle(row)
         self.segment_rows.setdefault(location >> SEGMENT_SHIFT, array("i")).append(row)
 
     def relocate(self, row: int, source: int, target: int) -> None:
@@ -424,6 +435,7 @@ class LowerTier:
         known = known[~twice]
         self.copies.seal_many(rows[known], locations[known])
         self.catalog.unwritten.array[rows[known]] = 0
+        self.copies.owed.array[rows[known]] = 0
         new = np.flatnonzero(rows == NONE)
         rows[new] = self.catalog.recover(
             words[new], blocks.payload_bytes[new], locations[new], self.copies
@@ -455,3 +467,16 @@ class LowerTier:
         for place, part in zip(places.tolist(), np.split(rows[order], starts[1:]), strict=True):
             listed = self.segment_rows.setdefault(place, array("i"))
             listed.frombytes(part.astype(np.int32).tobytes())
+
+
+def has_bound(lower: LowerTier) -> bool:
+    """False: `bound` is true for no row."""
+    return bool(lower.pinned.total) or any(other.queue.owed.any for other in lower._others)
+
+
+def _owed_limit_bytes(others: Sequence[LowerTier], pinned: PinnedRows) -> int:
+    """Half of the smallest of the durable tiers, which keep what is owed to another one; a quarter
+    if there are pinned blocks, which may take half.
+    """
+    rooms = [one.volumes.capacity_bytes for one in others if one.volumes.is_durable]
+    return min(rooms) // (4 if pinned.total else 2) if rooms else _NO_LIMIT

@@ -346,12 +346,16 @@ class PendingWrites:
             row, _ = lower.queue.deferred.popitem(last=False)
             if catalog.memory.ready(row) and catalog.is_live(row):
                 self._queue(row, lower)
+            elif catalog.is_live(row) and lower.copies.absent(row):
+                lower.queue.owed.add(row)  # it has left memory, and is on a drive
 
     def give_up(self, row: int, lower: LowerTier) -> None:
-        """Record that a block could not be written to this tier. It stays in
-        memory until evicted.
+        """Record that a block could not be written to this tier: it is owed to it. It stays in
+        memory until evicted, and on other drives up to half of their room.
         """
         assert self._state.lock.held()
+        if self._catalog.is_live(row):
+            lower.queue.owed.add(row)
         self._events.count("write_failed")
         if self._catalog.unwritten.view[row]:
             self._catalog.unwritten.view[row] = FAILED

@@ -1,17 +1,19 @@
 """Write-back: threads take dirty blocks from memory and append them to the volumes of a tier.
 
-A block that cannot be written stays in memory until it is evicted, is counted, and is reported by
+A block that cannot be written is owed to the tier: it is written when the tier works again. It
+stays in memory until it is evicted, and on the drives of other tiers. It is reported by
 `flush`. A failed disk reduces the capacity, but never blocks calls.
 """
 
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
-from kvdepot.core.depot import DURABILITY, Durability, FlushReport
+from kvdepot.core.depot import DURABILITY, Durability, FlushReport, TierReport
 from kvdepot.core.keys import Keys
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.volume import VOLUME_SHIFT
@@ -43,6 +45,7 @@ _log = RateLimitedLog("kvdepot.store")
 class WriteDown(CopyJob):
     in_place = True
     counter = "written"
+    is_owed = False
 
     def __init__(self, state: StoreState, lower: LowerTier, volume: int) -> None:
         super().__init__(lower)
@@ -83,6 +86,39 @@ class WriteDown(CopyJob):
         self._returned.clear()
 
 
+class WriteOwed(WriteDown):
+    """Writes blocks that are owed to a tier, from memory or the drives of another tier."""
+
+    counter = "owed_written"
+    is_owed = True
+
+    def is_wanted(self, row: int) -> bool:
+        lower = self.target
+        queued = row in lower.queue.tickets or not lower.copies.absent(row)
+        return self._state.catalog.is_live(row) and not queued and bool(lower.copies.owed.view[row])
+
+    def source(self, row: int) -> tuple[LowerTier, int] | None:
+        source = self._state.source(row)
+        return (source, source.place(row)) if source is not None else None
+
+    def claim(self, row: int) -> None:
+        super().claim(row)
+        self.target.moving[row] += 1
+
+    def give_up(self, row: int) -> None:
+        """It stays owed while the tier is away. Else its copy here is damaged, or there is no room
+        for it.
+        """
+        lower = self.target
+        lower.copies.drop(row)
+        if any(facts.takes_blocks for _, facts in lower.volumes.all_facts()):
+            lower.queue.owed.give_up([row])
+            self.given_up += 1
+
+    def release(self, rows: list[int]) -> None:
+        self.target.end_moving(rows)
+
+
 class WriteBack:
     """The background threads of one tier."""
 
@@ -96,6 +132,8 @@ class WriteBack:
         self._a_volume = lower.volumes.writers
         self._busy: Counter[int] = Counter()
         """Number of threads that write to each volume."""
+        self._is_paying = False
+        """True if a thread writes blocks that are owed to the tier."""
         self._rests_until_s = 0.0
         self.threads: list[threading.Thread] = []
         self.add_threads()
@@ -127,6 +165,9 @@ class WriteBack:
         state, lower = self._state, self._lower
         with state.lock:
             while not state.closing.is_set():
+                owed = None if self._is_paying else self._next_owed()
+                if owed is not None:
+                    return owed
                 if lower.queue.deferred:
                     state.writes.queue_deferred(lower, state.writes.dirty_limit_bytes // 2)
                 volume, pause_s = self._choose_volume()
@@ -145,6 +186,29 @@ class WriteBack:
                 state.lock.work.wait(pause_s)
         return None
 
+    def _next_owed(self) -> tuple[int, CopyBatch, WriteDown] | None:
+        """Claim blocks that are owed to the tier; None if there are none, or no volume is free."""
+        lower = self._lower
+        facts = lower.volumes.all_facts() if lower.queue.owed.waiting else []
+        able = [number for number, one in facts if one.takes_blocks]
+        free = [number for number in able if self._busy[number] < self._a_volume]
+        if not able:
+            lower.queue.owed.waiting.clear()
+        if not free:
+            return None
+        volume = min(free, key=self._busy.__getitem__)
+        job = WriteOwed(self._state, lower, volume)
+        waiting = lower.queue.owed.waiting
+        rows = [waiting.popleft() for _ in range(min(len(waiting), _BLOCKS_MAX))]
+        piece, left = self._mover.claim(job, rows, lower.volumes[volume].facts().segment_bytes)
+        waiting.extendleft(reversed(left))
+        if not piece.rows:
+            return None
+        self._is_paying = True
+        lower.volumes.shares.take(volume, piece.nbytes, self._state.clock.now())
+        self._busy[volume] += 1
+        return volume, piece, job
+
     def _write(self, volume: int, piece: CopyBatch, job: WriteDown) -> None:
         state, nbytes = self._state, piece.nbytes
         self._mover.copy(
@@ -160,6 +224,7 @@ class WriteBack:
             self._room.keep_spare(volume)
         with state.lock:
             self._busy[volume] -= 1
+            self._is_paying = self._is_paying and not job.is_owed
             state.lock.work.notify_all()
 
     def _rest(self, since_s: float) -> None:
@@ -327,7 +392,13 @@ class Flusher:
             last = state.writes.last_ticket
             self._do_not_linger(last)
             rows = None if keys is None else set(state.catalog.table.find_many(keys).tolist())
+            state.volumes.woken.set()  # blocks that are owed to a tier that works are written now
             done = state.lock.written.wait_for(lambda: self._is_written(last, rows), timeout_s)
+            owed = [lower for lower in state.lower_tiers if self._owes(lower, rows)]
+            left_s = deadline - state.clock.now()
+            state.lock.written.wait_for(
+                lambda: not any(self._owes(lower, rows) for lower in owed), left_s
+            )
         unsynced: dict[LowerTier, Durability] = {}
         for lower in state.lower_tiers:
             if lower.writable:
@@ -339,7 +410,9 @@ class Flusher:
         with state.lock:
             if keys is not None:
                 codes = self._durability(state.catalog.table.find_many(keys), unsynced)
-                return FlushReport.of(DURABILITY[code] for code in codes.tolist())
+                found = state.catalog.table.find_many(keys)
+                tiers = self._tiers(found[found != NONE], unsynced, last)
+                return FlushReport.of((DURABILITY[code] for code in codes.tolist()), tiers)
             return self._report(last, unsynced, told)
 
     def _try_again(self) -> None:
@@ -349,7 +422,8 @@ class Flusher:
             state.writes.queue_deferred(lower, _NO_LIMIT)
         rows = catalog.live_rows()
         for row in rows[catalog.unwritten.array[rows] == FAILED].tolist():
-            state.writes.add_again(row)
+            if not any(row in lower.moving for lower in state.lower_tiers):
+                state.writes.add_again(row)
 
     def _is_written(self, last: int, rows: set[int] | None) -> bool:
         tiers = self._state.lower_tiers
@@ -357,6 +431,31 @@ class Flusher:
             tickets = (lower.queue.tickets.get(row, last + 1) for lower in tiers for row in rows)
             return all(ticket > last for ticket in tickets)
         return all((lower.queue.oldest_ticket() or last + 1) > last for lower in tiers)
+
+    def _owes(self, lower: LowerTier, rows: set[int] | None) -> bool:
+        """True if blocks are owed to a tier that can take them."""
+        if not lower.queue.owed.any or not any(
+            facts.takes_blocks for _, facts in lower.volumes.all_facts()
+        ):
+            return False
+        return rows is None or bool(
+            lower.queue.owed.has(np.array([*rows - {NONE}], np.int64)).any()
+        )
+
+    def _tiers(
+        self, rows: Rows, unsynced: Mapping[LowerTier, Durability], last: int
+    ) -> dict[str, TierReport]:
+        """What each tier has of these rows."""
+        residency, wanted = self._state.catalog.residency.array[rows], set(rows.tolist())
+        found = {}
+        for lower in self._state.lower_tiers:
+            here = int((residency & lower.copies.bit != 0).sum())
+            queued = [row for row, ticket in lower.queue.tickets.items() if ticket <= last]
+            unwritten = len(wanted.intersection(queued))
+            lost = here if lower in unsynced else 0
+            owed = int(lower.queue.owed.has(rows).sum()) if lower.queue.owed.any else 0
+            found[lower.name] = TierReport(here - lost, unwritten + lost, owed)
+        return found
 
     def _report(
         self, last: int, unsynced: Mapping[LowerTier, Durability], told: Counter[int]
@@ -376,7 +475,13 @@ class Flusher:
         told.update(self._state.catalog.left_unwritten - told)
         durable = counts.pop(Durability.DURABLE)
         unfinished = unsynced or counts[Durability.WAITING] or counts[Durability.FAILED]
-        return FlushReport(not unfinished, durable, +counts)
+        by_tier = self._tiers(rows, unsynced, last)
+        for lower in self._state.lower_tiers:
+            given_up = lower.queue.owed.take_given_up()
+            self._state.events.count("owed_given_up", given_up)
+            by_tier[lower.name] = replace(by_tier[lower.name], given_up=given_up)
+        complete = not unfinished and all(one.is_complete for one in by_tier.values())
+        return FlushReport(complete, durable, +counts, (), by_tier)
 
     def _durability(self, rows: Rows, unsynced: Mapping[LowerTier, Durability]) -> Rows:
         """An index into DURABILITY for each row; NONE for blocks that the store does not have."""

@@ -5,6 +5,7 @@ Errors have the server's status code and not the text of its answer, which may c
 
 import configparser
 import contextlib
+import errno
 import os
 import re
 import threading
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvdepot.config.settings import ObjectConfig
-from kvdepot.errors import ConfigError, ExtraMissingError
+from kvdepot.errors import ConfigError, DriveError, ExtraMissingError
 from kvdepot.io.files import LOST_AND_FOUND
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 _RETRIES: Final = 3
 _BACKOFF_S: Final = (0.05, 1.0)
 _CONNECT_S: Final = 5.0
+_NO_FOLDER: Final = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EEXIST, errno.EROFS}
+)
+"""Errors of a path that cannot be a folder. After others its server may come back."""
 _CODE: Final = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _DENIED: Final = {
@@ -215,8 +220,17 @@ def _reason(error: Exception) -> str:
     return "the request failed"
 
 
+def is_folder(path: Path) -> bool:
+    """False if there is nothing. Raises OSError for a file, and for a server that is away."""
+    try:
+        os.scandir(path).close()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def open_bucket(config: ObjectConfig) -> Bucket:
-    """The bucket of a configuration. Sends no request."""
+    """The bucket of a configuration. Sends no request. Raises DriveError if a folder is away."""
     try:
         from obstore.exceptions import BaseError
         from obstore.store import LocalStore, S3Store
@@ -226,8 +240,11 @@ def open_bucket(config: ObjectConfig) -> Bucket:
     if scheme == "file":
         folder = Path(rest)
         try:
-            store = LocalStore(folder, mkdir=True)
+            store = LocalStore(folder, mkdir=not is_folder(folder))
         except (BaseError, OSError, ValueError) as error:
+            code = error.errno if isinstance(error, OSError) else None
+            if code is not None and code not in _NO_FOLDER:
+                raise DriveError(config.url, f"cannot be opened: {os.strerror(code)}") from error
             raise ConfigError("object.url", f"{folder} cannot be used as a folder") from error
         return FolderBucket(store, store, config.url)
     name, _, prefix = rest.partition("/")

@@ -1,0 +1,91 @@
+"""Finds blocks that are owed to tiers, after a restart too, and has them written when a tier works.
+
+A mark on the drives of this node has, for each tier that is written through, a stamp: blocks with
+an earlier one were written to the tier. After a restart, blocks with that stamp or a later one that
+the tier lacks are owed to it. The mark is written when the store opens and moves on while nothing
+is owed.
+"""
+
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from kvdepot.core.metadata import MetaEntry, MetaKind
+from kvdepot.index.paths import path_order
+from kvdepot.policy.placing.write_mode import WriteMode
+from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.state import StoreState
+from kvdepot.store.volume_set import VolumeSet
+
+_MARK_S: Final = 60.0
+"""The mark is at most this time behind while nothing is owed and blocks are put."""
+_SLACK_S: Final = 5.0
+_U64: Final = struct.Struct("<Q")
+
+
+def read_marks(volumes: VolumeSet, lower_tiers: Sequence[LowerTier]) -> None:
+    """Read the stamps from which blocks may be missing on tiers that are written through."""
+    marks = volumes.metadata.values(MetaKind.OWED)
+    for lower in lower_tiers[1:]:
+        value = marks.get(lower.name.encode(), b"")
+        if lower.writable and lower.mode is WriteMode.THROUGH and len(value) == _U64.size:
+            (lower.queue.owed.since,) = _U64.unpack(value)
+
+
+class OwedWrites:
+    """Used by the watchdog's thread."""
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self._due_s = 0.0
+        self._last_tickets: dict[LowerTier, int] = {}
+
+    def look(self) -> None:
+        """Queue owed blocks for tiers that work, and move the marks on."""
+        state = self._state
+        for lower in state.lower_tiers:
+            if lower.queue.owed.any:
+                self._queue(lower)
+        if state.clock.now() >= self._due_s:
+            self._due_s = state.clock.now() + _MARK_S
+            self._mark()
+
+    def _queue(self, lower: LowerTier) -> None:
+        with self._state.lock:
+            lower.queue.owed.trim()
+        entries = lower.volumes.entries
+        # Blocks that other nodes have written meanwhile are entered first.
+        if any(entry.has_news for entry in entries):
+            return
+        if not any(entry.volume.facts().takes_blocks for entry in entries):
+            return
+        with self._state.lock:
+            if lower.queue.owed.any and not lower.queue.owed.waiting:
+                rows = lower.queue.owed.rows().tolist()
+                lower.queue.owed.waiting = deque(path_order(self._state.catalog.tree, rows))
+                self._state.lock.work.notify_all()
+                self._state.lock.written.notify_all()
+
+    def _mark(self) -> None:
+        """Write the marks of tiers to which nothing is owed, if blocks were put since."""
+        state, entries = self._state, []
+        for lower in state.lower_tiers[1:]:
+            if not (lower.writable and lower.mode is WriteMode.THROUGH):
+                continue
+            with state.lock:
+                last = state.writes.last_ticket
+                is_old = self._last_tickets.get(lower) != last
+                settled = (
+                    not (lower.queue.owed.any or lower.queue.deferred) and lower.volumes.are_up
+                )
+                if lower.queue.owed.since and not (is_old and settled):
+                    continue
+                self._last_tickets[lower] = last
+                age_s = lower.queue.oldest_age_s(state.clock.now()) + _SLACK_S
+                stamp = state.stamps.next()
+                lower.queue.owed.since = max(lower.queue.owed.since, stamp - int(age_s * 1e6))
+            value = _U64.pack(lower.queue.owed.since)
+            entries.append(MetaEntry(MetaKind.OWED, lower.name.encode(), stamp, value))
+        if entries and state.volumes.metadata.local():
+            state.volumes.metadata.put(entries)
