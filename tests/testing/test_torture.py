@@ -27,6 +27,7 @@ from kvdepot.store.write.write_back import Flusher
 from kvdepot.testing.faults import BOUNDARIES, Fail, Fault, FaultyFiles
 from kvdepot.testing.images import make_key, make_records
 from kvdepot.testing.torture import rounds, workload
+from kvdepot.testing.torture.judge import judge_store
 from kvdepot.testing.torture.ledger import Expectation, Ledger
 from kvdepot.testing.torture.rounds import (
     KINDS,
@@ -37,7 +38,6 @@ from kvdepot.testing.torture.rounds import (
     _follow,
     _live_until_cut,
     in_child,
-    judge_store,
     play,
     torture,
 )

@@ -13,9 +13,13 @@ import pytest
 from kvdepot.core.depot import FlushReport
 from kvdepot.store.drives.watchdog import VolumeWatchdog
 from kvdepot.store.shared_metadata import SharedMetadata
+from kvdepot.store.store import Store
+from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.torture import clients, nodes
 from kvdepot.testing.torture.rounds import play
 from kvdepot.testing.torture.shared_bucket import BucketLink, FolderObjects, ForeignFiles
+from kvdepot.testing.torture.workload import ALLOWANCE_S
+from kvdepot.testing.torture.world import Block, keys_of
 from kvdepot.volumes.object.bucket import BucketError
 from kvdepot.volumes.object.volume import BucketVolume
 
@@ -27,7 +31,7 @@ ROUNDS_MAX = 12
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The faults stay: there is nothing to wait for."""
-    monkeypatch.setattr(nodes, "AGREE_S", 1.0 - nodes.ALLOWANCE_S)
+    monkeypatch.setattr(nodes, "AGREE_S", 1.0 - ALLOWANCE_S)
 
 
 def keep_removals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +47,7 @@ def upload_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BucketError("nothing is uploaded")
 
     monkeypatch.setattr(BucketVolume, "_upload", refuse)
-    monkeypatch.setattr(nodes.Store, "flush", lambda *_, **__: FlushReport(True))
+    monkeypatch.setattr(Store, "flush", lambda *_, **__: FlushReport(True))
 
 
 def delete_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +60,7 @@ def delete_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def give_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = nodes.Store.get_many
+    right = Store.get_many
 
     def wrong(store: Any, keys: Sequence[Any], intos: Sequence[Any], **named: Any) -> Any:
         answers = right(store, keys, intos, **named)
@@ -64,7 +68,7 @@ def give_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
             into[0] ^= 1
         return answers
 
-    monkeypatch.setattr(nodes.Store, "get_many", wrong)
+    monkeypatch.setattr(Store, "get_many", wrong)
 
 
 def leak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,14 +104,14 @@ def test_a_broken_promise_of_nodes_is_seen(
 
 
 def see_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients.Block, "payload", property(lambda block: bytes(block.nbytes)))
+    monkeypatch.setattr(Block, "payload", property(lambda block: bytes(block.nbytes)))
     monkeypatch.setattr(clients.ClientCalls, "_put", put_ones)
 
 
 def put_ones(calls: Any) -> None:
     blocks = calls._calls.prompt()
     payloads = [b"\1" * block.nbytes for block in blocks]
-    calls.store.put_many(clients.keys_of(blocks), payloads, timeout_s=1.0)
+    calls.store.put_many(keys_of(blocks), payloads, timeout_s=1.0)
 
 
 def hold_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +127,7 @@ def hold_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         command = [sys.executable, "-c", code, *arguments]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
 
-    monkeypatch.setattr(clients.DaemonProcess, "run", staticmethod(start))
+    monkeypatch.setattr(DaemonProcess, "run", staticmethod(start))
 
 
 @pytest.mark.parametrize(
