@@ -1,9 +1,9 @@
 """Finds blocks that are owed to tiers, after a restart too, and has them written when a tier works.
 
-A mark on the drives of this node has, for each tier that is written through, a stamp: blocks with
-an earlier one were written to the tier. After a restart, blocks with that stamp or a later one that
-the tier lacks are owed to it. The mark is written when the store opens and moves on while nothing
-is owed.
+A mark on the drives of this node has a stamp for each shared tier that is written through: blocks
+with an earlier one were written to the tier. After a restart, blocks with that stamp or a later one
+that the tier lacks are owed to it. The mark is written when the store opens and moves on while
+nothing is owed. A tier of drives has no mark: it may lack blocks because it has evicted them.
 """
 
 import struct
@@ -71,7 +71,8 @@ class OwedWrites:
         """Write the marks of tiers to which nothing is owed, if blocks were put since."""
         state, entries = self._state, []
         for lower in state.lower_tiers[1:]:
-            if not (lower.writable and lower.mode is WriteMode.THROUGH):
+            is_shared = lower.volumes.is_remote  # False until it has been up once
+            if not (is_shared and lower.writable and lower.mode is WriteMode.THROUGH):
                 continue
             with state.lock:
                 last = state.writes.last_ticket
