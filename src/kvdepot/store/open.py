@@ -24,7 +24,6 @@ from kvdepot.policy.eviction import order_named
 from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.store.drives.disk_room import shortages
 from kvdepot.store.drives.maintenance import VolumeMaintenance
-from kvdepot.store.drives.owed import read_marks
 from kvdepot.store.state.lower_tier import LowerTier, TierVolumes
 from kvdepot.store.state.state import StoreClocks, StoreMemory, StoreState
 from kvdepot.store.store import Store
@@ -112,7 +111,6 @@ def assemble(
         LowerTier(TierVolumes(volumes, copies.tier), settings, catalog, copies, writable=writable)
         for settings, copies in zip(config.lower_tiers, catalog.files, strict=False)
     ]
-    read_marks(volumes, lower_tiers)
     pinned = _take_in(catalog, lower_tiers, contents)
     touched = [arena] * config.dram.prefault
     touched += [staging] * (config.dram.prefault or config.writeback.prefault)

@@ -6,31 +6,18 @@ that the tier lacks are owed to it. The mark is written when the store opens and
 nothing is owed. A tier of drives has no mark: it may lack blocks because it has evicted them.
 """
 
-import struct
 from collections import deque
-from collections.abc import Sequence
 from typing import Final
 
 from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.index.paths import path_order
 from kvdepot.policy.placing.write_mode import WriteMode
-from kvdepot.store.state.lower_tier import LowerTier
+from kvdepot.store.state.lower_tier import MARK_BYTES, LowerTier
 from kvdepot.store.state.state import StoreState
-from kvdepot.store.volume_set import VolumeSet
 
 _MARK_S: Final = 60.0
 """The mark is at most this time behind while nothing is owed and blocks are put."""
 _SLACK_S: Final = 5.0
-_U64: Final = struct.Struct("<Q")
-
-
-def read_marks(volumes: VolumeSet, lower_tiers: Sequence[LowerTier]) -> None:
-    """Read the stamps from which blocks may be missing on tiers that are written through."""
-    marks = volumes.metadata.values(MetaKind.OWED)
-    for lower in lower_tiers[1:]:
-        value = marks.get(lower.name.encode(), b"")
-        if lower.writable and lower.mode is WriteMode.THROUGH and len(value) == _U64.size:
-            (lower.queue.owed.since,) = _U64.unpack(value)
 
 
 class OwedWrites:
@@ -86,7 +73,7 @@ class OwedWrites:
                 age_s = lower.queue.oldest_age_s(state.clock.now()) + _SLACK_S
                 stamp = state.stamps.next()
                 lower.queue.owed.since = max(lower.queue.owed.since, stamp - int(age_s * 1e6))
-            value = _U64.pack(lower.queue.owed.since)
+            value = lower.queue.owed.since.to_bytes(MARK_BYTES, "little")
             entries.append(MetaEntry(MetaKind.OWED, lower.name.encode(), stamp, value))
         if entries and state.volumes.metadata.local():
             state.volumes.metadata.put(entries)

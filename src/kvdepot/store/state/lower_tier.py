@@ -14,6 +14,7 @@ from kvdepot.config.settings import LowerTierConfig
 from kvdepot.core.block import CopyState
 from kvdepot.core.depot import DURABILITY, Durability
 from kvdepot.core.keys import Keys
+from kvdepot.core.metadata import MetaKind
 from kvdepot.core.volume import (
     SEGMENT_SHIFT,
     VOLUME_SHIFT,
@@ -45,6 +46,8 @@ _WAVE_BYTES: Final = 32 << 20
 _REMOTE_WAVE_BYTES: Final = 64 << 20
 """Bytes of a wave from a bucket: enough for all parallel requests."""
 _NO_LIMIT: Final = 1 << 62
+MARK_BYTES: Final = 8
+"""Size of the mark that store/drives/owed.py writes."""
 _UNEVEN: Final = 1.25
 """Volumes whose speeds differ by a smaller factor count as equal."""
 
@@ -119,6 +122,11 @@ class TierVolumes:
         """
         done = [entry.volume.sync(timeout_s) for entry in self.entries if entry.error is None]
         return all(done)
+
+    def owed_since(self) -> int:
+        """The stamp from which blocks may be missing on the tier; 0: its drives have no mark."""
+        mark = self._all.metadata.values(MetaKind.OWED).get(self._tier.encode(), b"")
+        return int.from_bytes(mark, "little") if len(mark) == MARK_BYTES else 0
 
     def learn_facts(self) -> None:
         """Read the facts that the volumes have in common, from those that are up."""
@@ -257,6 +265,8 @@ class LowerTier:
         """Time at which the last of them ended."""
         self.mode = WriteMode(config.write_mode)
         self.queue = WriteQueue(catalog, copies)
+        if writable and self.mode is WriteMode.THROUGH:
+            self.queue.owed.since = volumes.owed_since()
         self.segment_rows: dict[int, array[int]] = {}
         """Rows written to each segment, by location without page; some have been moved since."""
         self.appending: Counter[int] = Counter()
@@ -317,7 +327,7 @@ class LowerTier:
     def enter(self, row: int, location: int) -> None:
         """Record that a block was written to `location`."""
         self.catalog.unwritten.view[row] = 0
-        self.queue.owed.settle(row)
+        self.copies.owed.view[row] = 0
         self.segment_rows.setdefault(location >> SEGMENT_SHIFT, array("i")).append(row)
 
     def relocate(self, row: int, source: int, target: int) -> None:

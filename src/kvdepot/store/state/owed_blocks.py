@@ -85,15 +85,11 @@ class OwedBlocks:
             if self._copies.absent(row) and self._catalog.is_live(row):
                 self.add(row)
 
-    def settle(self, row: int) -> None:
-        """The block was written, or is not owed any more."""
-        self._copies.owed.view[row] = 0
-
     def give_up(self, rows: Sequence[int]) -> None:
         """Owe these blocks no more, although they were not written."""
         for row in rows:
             if self._copies.owed.view[row]:
-                self.settle(row)
+                self._copies.owed.view[row] = 0
                 self._given_up += 1
 
     def take_given_up(self) -> int:
