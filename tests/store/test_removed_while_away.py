@@ -10,8 +10,10 @@ from tests.support.small_store import prompt, put, space_of, tiers
 from tests.support.waiting import until
 
 from kvdepot.config.settings import load
+from kvdepot.store.drives.watchdog import VolumeWatchdog
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
+from kvdepot.store.volume_set import VolumeSet
 from kvdepot.testing.torture.shared_bucket import BucketLink, FolderObjects
 
 OpenNode = Callable[[str, BucketLink], Store]
@@ -127,3 +129,32 @@ def test_a_removal_of_another_node_spares_what_was_put_after_it(
     way.become("up")
     until(lambda: not second.match(marks))
     assert None not in tiers(second, keys)
+
+
+def test_a_removal_while_the_same_block_arrives_counts(
+    open_node: OpenNode, link: Callable[[], BucketLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node has read what another one wrote, and has not entered it, when it is removed."""
+    first, second = open_node("a", link()), open_node("b", link())
+    keys = prompt(space_of(first), 1, 4)
+    removed: list[int] = []
+    matched: list[int] = []
+    look, take_news = VolumeSet._alive, VolumeWatchdog.take_news
+
+    def then_remove(volumes: VolumeSet, *args: Any) -> Any:
+        blocks = look(volumes, *args)
+        if volumes is second.inspect().volumes and len(blocks.words) and not removed:
+            removed.append(second.remove(keys))
+        return blocks
+
+    def then_match(watchdog: VolumeWatchdog, *args: Any) -> None:
+        take_news(watchdog, *args)
+        if removed:
+            matched.append(len(second.match(keys)))
+
+    monkeypatch.setattr(VolumeSet, "_alive", then_remove)
+    monkeypatch.setattr(VolumeWatchdog, "take_news", then_match)
+    put(first, keys)
+    assert first.flush()
+    until(lambda: bool(matched))
+    assert matched[0] == 0

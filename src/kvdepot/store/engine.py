@@ -358,6 +358,7 @@ class Engine:
             state.mark_deleted(rows)
             state.events.count("removed", len(rows))
             below = state.stamps.next()
+            state.volumes.metadata.announce([Tombstone(name, below, below) for name in names])
             state.lock.written.wait_for(
                 lambda: not state.writes.are_moving(filter(state.catalog.is_deleted, rows)), limit_s
             )

@@ -58,8 +58,10 @@ class SharedMetadata:
         """Metadata of other nodes on shared volumes."""
         self._behind: Counter[VolumeEntry] = Counter()
         """Volumes that lack entries, with the number of writes that have failed."""
+        self.removals = 0
+        """Number of removals of this node."""
         self._lock = threading.Lock()
-        """Guards the three fields above; held briefly."""
+        """Guards the fields above; held briefly."""
 
     def learn(self, entry: VolumeEntry, contents: Contents) -> list[MetaEntry]:
         """Add the metadata of a volume. Returns it without removals that this node has applied:
@@ -85,6 +87,15 @@ class SharedMetadata:
             stones = self._known.tombstones.values()
             if self._writable and not all(map(self._remote.removes, stones)):
                 self._behind.update(entry for entry in self._entries() if entry.is_remote)
+
+    def announce(self, tombstones: Sequence[Tombstone]) -> None:
+        """Apply removals to blocks that are entered from now on, before `put` records them. Called
+        in the section of the store's lock that deletes the present blocks.
+        """
+        with self._lock:
+            self.removals += 1
+            for one in tombstones:
+                self._known.add(one.entry)
 
     def put(
         self,

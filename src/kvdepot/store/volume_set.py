@@ -47,6 +47,8 @@ class Blocks:
     locations: Ints
     payload_bytes: Ints
     stamps: Ints
+    removals: int = 0
+    """`SharedMetadata.removals` before the tombstones were applied."""
 
 
 class VolumeSet:
@@ -272,6 +274,7 @@ class VolumeSet:
         the others.
         """
         volume = entry.volume
+        removals = self.metadata.removals
         stones, floor = self.metadata.tombstones()
         is_alive = np.zeros(len(contents.words), bool)
         is_alive[surviving(contents.words, contents.stamps, stones)] = True
@@ -284,6 +287,26 @@ class VolumeSet:
             (entry.number << VOLUME_SHIFT) + contents.places[is_alive],
             contents.payload_bytes[is_alive],
             contents.stamps[is_alive],
+            removals,
+        )
+
+    def without_removed(self, entry: VolumeEntry, blocks: Blocks) -> Blocks:
+        """Apply the removals that came since the blocks were looked at. With the store's lock, in
+        the section that enters the blocks.
+        """
+        if self.metadata.removals == blocks.removals:
+            return blocks
+        stones, _ = self.metadata.tombstones()
+        is_alive = np.zeros(len(blocks.words), bool)
+        is_alive[surviving(blocks.words, blocks.stamps, stones)] = True
+        places = blocks.locations[~is_alive] & ((1 << VOLUME_SHIFT) - 1)
+        entry.volume.discard(places, blocks.payload_bytes[~is_alive])
+        return Blocks(
+            blocks.words[is_alive],
+            blocks.locations[is_alive],
+            blocks.payload_bytes[is_alive],
+            blocks.stamps[is_alive],
+            self.metadata.removals,
         )
 
     def _drop_below(self, entry: VolumeEntry, floor: int, places: Ints) -> Array:

@@ -89,7 +89,7 @@ class VolumeWatchdog:
                 lower.forget_gone(news.gone_words, places)
                 state.events.count("removed", sum(map(self._delete, removed)))
                 recorded = state.stamps.next()
-                lower.insert_recovered([blocks])
+                lower.insert_recovered([state.volumes.without_removed(entry, blocks)])
             if removed:
                 tombstones = [Tombstone(one.name, one.below, recorded) for one in removed]
                 self._mover.record_tombstones(tombstones, to_others=False)

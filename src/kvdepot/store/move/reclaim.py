@@ -138,6 +138,7 @@ class VolumeRoom:
         blocks = volumes.reopen(entry)
         if blocks is not None:
             with state.lock:
+                blocks = volumes.without_removed(entry, blocks)
                 self._lower.insert_recovered([blocks])
                 for other in state.lower_tiers:
                     if other is not self._lower and not self._lower.volumes.is_remote:
