@@ -76,6 +76,7 @@ class Node:
     def __init__(self, folder: Path, number: int, ports: tuple[int, int]) -> None:
         folder.mkdir()
         token = folder / "token"
+        token.touch(0o600)
         token.write_text(random.Random(number).randbytes(16).hex())
         self.events, self.replay = (f"tcp://127.0.0.1:{port}" for port in ports)
         settings = {

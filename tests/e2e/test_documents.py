@@ -36,6 +36,7 @@ NOT_RUN = {
     "model = attach(model,": "wants a model; docs/transformers.md has a whole program",
     "cache = SequenceCache(": "wants a context of llama.cpp; tests/adapters/llama_cpp runs it",
     "store.sessions.name(": "parts of a program; tests/store/sessions runs them",
+    'report.tiers["object"]': "parts of a program; tests/store/write/test_owed.py runs them",
     "# prefill.py": "tests/store/test_nodes_doc.py runs both programs",
     "# decode.py": "the same",
     "class Folder:": "tests/volumes/test_plugins_doc.py runs the page",

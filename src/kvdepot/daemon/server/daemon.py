@@ -433,6 +433,7 @@ class Daemon:
         with self._changed:
             self._changed.wait_for(lambda: not self._connections, timeout_s)
         self._workers.close()
+        self.store.flush(0.0)  # clients were told of blocks that were evicted unwritten before
         report = self.store.close(timeout_s)
         self._listener.close()
         self.loop.close()

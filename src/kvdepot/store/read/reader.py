@@ -259,7 +259,7 @@ class Reader:
         tiers = self._state.memory_tiers
         for memory in tiers:
             mine = here if len(tiers) == 1 else here[memory.holds(call.addresses[here])]
-            bad = self._serve(call, memory, mine) if len(mine) else mine
+            bad = self._serve(call, memory, mine)
             if len(bad):
                 left = np.concatenate([left, bad])
         return left
@@ -270,6 +270,8 @@ class Reader:
         A slot that holds another block is never served. Blocks that the sink reads in place are
         verified in small parts, so that they are still in the processor cache.
         """
+        if not len(mine):
+            return mine
         call.codes[mine] = _CODES[memory.name, ""]
         if call.sink is None or not call.verify:
             bad = self._copy_out(call, mine)

@@ -7,6 +7,7 @@ block that they leased before they were stopped. One that is never stopped must 
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -166,7 +167,11 @@ def _work(socket: Path, ledger: Ledger, chance: random.Random, ended: threading.
 def play_clients(world: World, ledger: Ledger, chance: random.Random) -> None:
     """Stop, resume and kill clients at random. At the end the daemon must hold nothing of them."""
     before = (descriptors(), threads())
-    with DaemonProcess(world.folder, world.tree()) as daemon:
+    with (
+        # The path of a socket has at most 107 bytes.
+        tempfile.TemporaryDirectory(prefix="kvdepot-") as home,
+        DaemonProcess(Path(home), world.tree()) as daemon,
+    ):
         watcher = RemoteStore(Reconnector(str(daemon.socket), SystemClock(), _CALL_S), {})
         calls = StoreCalls(watcher, ledger, chance)
         for space in SPACES:

@@ -466,7 +466,7 @@ def play_over(
     server: Callable[[bool], None] | None = None,
     others_in: Path | None = None,
 ) -> None:
-    assert not bucket.list_all("")  # obstore opens descriptors of its own
+    assert not bucket.list_all("")
     # The connections of a client to a server stay open for a while.
     before = (descriptors() if server is None else sys.maxsize, threads())
     nodes = make_nodes(folder, settings, bucket, ledger, chance)

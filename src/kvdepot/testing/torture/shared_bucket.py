@@ -10,7 +10,6 @@ import random
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -105,10 +104,10 @@ class FolderObjects(Bucket):
 
 
 def open_objects(config: ObjectConfig, root: Path | None) -> Bucket:
-    """A bucket; `root` is the folder of one without a server. Through obstore, if it is there."""
-    if root is None or find_spec("obstore") is not None:
-        return open_bucket(config)
-    return FolderObjects(root)
+    """A bucket; `root` is the folder of one without a server. That one does without obstore, whose
+    threads would be missing in a forked process.
+    """
+    return open_bucket(config) if root is None else FolderObjects(root)
 
 
 class BucketLink(Bucket):
