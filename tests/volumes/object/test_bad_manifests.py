@@ -4,9 +4,11 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +37,7 @@ from kvdepot.volumes.object.manifest import (
     ROW,
     VERSION,
     DamagedManifestError,
+    Listing,
     Manifest,
     ManifestName,
 )
@@ -57,7 +60,6 @@ def packed(text: bytes, rows: bytes = b"", count: int | None = None) -> bytes:
 
 
 def row(**fields: int) -> bytes:
-    import numpy as np
 
     one = np.zeros(1, ROW)
     one["payload"], one["stamp"] = PAYLOAD, STAMPS.next()
@@ -318,3 +320,13 @@ def test_a_format_that_is_damaged_while_it_runs_does_not_end_the_upkeep(tmp_path
         until(lambda: "meta/format" in paths_of(bucket))
         put(store, prompt(space_of(store), 1, 4))
         until(lambda: bool(store.flush()))
+
+
+def test_an_object_that_is_adopted_again_is_listed_once() -> None:
+    """Else the manifest would be refused by all other nodes, for good."""
+    path = f"data/{'0' * 16}/{1:012d}"
+    rows = np.zeros(2, ROW)
+    rows["page"] = 0, 4
+    first = Listing(path, 1 << 20, 1, rows)
+    whole = Manifest.joined([Manifest([first]), Manifest([replace(first, records=rows[:1])])])
+    assert [len(one.records) for one in Manifest.parse(whole.pack()).objects] == [1]

@@ -119,14 +119,15 @@ class Manifest:
 
     @classmethod
     def joined(cls, parts: Iterable["Manifest"]) -> "Manifest":
-        """Merge manifests: all objects, and the newest metadata of each name."""
-        whole, known = cls(), Metadata()
+        """Merge manifests, oldest first: each object once, as the last one lists it, and the newest
+        metadata of each name. A writer lists an object twice if it adopts it again.
+        """
+        known, objects = Metadata(), dict[str, Listing]()
         for part in parts:
-            whole.objects += part.objects
+            objects |= {one.path: one for one in part.objects}
             for entry in part.metadata:
                 known.add(entry)
-        whole.metadata = known.all()
-        return whole
+        return cls(list(objects.values()), known.all())
 
     @property
     def last_stamp(self) -> int:
