@@ -26,7 +26,7 @@ def depot(tmp_path: Path) -> OpenDepot:
     device = tmp_path / "device"
     with device.open("wb") as file:
         file.truncate(2 << 20)
-    cxl = {"capacity": 1 << 20, "prefault": False, "path": device}
+    cxl = {"capacity": 1 << 20, "path": device}
 
     def opened(**settings: Any) -> Store:
         return open_store(**{**small(tmp_path / "kv"), "cxl": cxl, **settings})

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.config.loader import REMOVED_SETTINGS, show, to_toml
+from kvdepot.config.loader import REMOVED_SETTINGS, developer_options, show, to_toml
 from kvdepot.config.settings import (
     GIB,
     KIB,
@@ -41,9 +41,7 @@ def ssd(**overrides: Any) -> SsdConfig:
 def test_defaults() -> None:
     assert load() == Config()
     assert load().dram.capacity == GIB
-    assert load().writeback == WritebackConfig(
-        dirty_limit=0.5, staging=64 * MIB, put_timeout=0.25, batch=32 * MIB
-    )
+    assert load().writeback == WritebackConfig(dirty_limit=0.5, staging=64 * MIB, put_timeout=0.25)
     assert ssd() == SsdConfig(path=(Path("/data"),), capacity=20 * GIB)
     assert (ssd().read_timeout, ssd().retry_initial, ssd().io_depth) == (2.0, 0.1, 32)
 
@@ -299,7 +297,7 @@ def test_toml_is_commented_with_the_fields_documentation() -> None:
     documented = [line.split(" = ")[0] for line in set_keys]
     classes = (DramConfig, WritebackConfig, SessionsConfig)
     tables = [
-        name for one in classes for name in one.__slots__ if name not in one.DEVELOPER.split()
+        name for one in classes for name in one.__slots__ if name not in developer_options(one)
     ]
     unset = ("prefill_tokens_per_s", "gpu_watts")
     ledger = [name for name in LedgerConfig.__slots__ if name not in unset]

@@ -17,7 +17,7 @@ def settings(**cxl: Any) -> dict[str, Any]:
     """Two memories and no disk: 51 blocks of the contract's size above, some hundred below."""
     return {
         "dram": {"capacity": 2 * MIB, "prefault": False, "huge_pages": "never", "eviction": "lru"},
-        "cxl": {"capacity": 4 * MIB, "prefault": False, **cxl},
+        "cxl": {"capacity": 4 * MIB, **cxl},
         "writeback": {"staging": 2 * MIB},
     }
 

@@ -47,7 +47,7 @@ def settings(path: Path, below: str = "", *, cxl: bool = False) -> dict[str, Any
         device = path / "device"
         with device.open("ab") as file:
             file.truncate(2 * DRAM)
-        tree["cxl"] = {"capacity": 2 * DRAM, "path": device, "prefault": False}
+        tree["cxl"] = {"capacity": 2 * DRAM, "path": device}
     return tree
 
 

@@ -30,6 +30,10 @@ from kvdepot.core.units import exact_bytes, exact_duration, parse_bytes, parse_d
 from kvdepot.errors import ConfigError
 
 REMOVED_SETTINGS: Final[dict[str, str]] = {
+    "cxl.lock": "removed in 0.3.0: dram.lock locks this memory too",
+    "cxl.prefault": "removed in 0.3.0: dram.prefault touches this memory too",
+    "events.memory_medium": "removed in 0.3.0: it is CPU, which routers know",
+    "events.storage_medium": "removed in 0.3.0: it is STORAGE, which routers know",
     "hdd.emulate": "removed in 0.3.0: use the plug-in kvdepot.testing.emulation:emulated_drive",
     "hdd.io_engine": "removed in 0.3.0: io_uring is used where the kernel allows it, else threads",
     "hdd.mirror": "removed in 0.3.0: use RAID 1 below the drive",
@@ -37,9 +41,13 @@ REMOVED_SETTINGS: Final[dict[str, str]] = {
         f"ledger.{tier}_price": "removed in 0.3.0: `kvdepot plan` has what tiers cost"
         for tier in ("cxl", "dram", "hdd", "object", "plugin", "ssd")
     },
+    "plugin.eviction": "removed in 0.3.0: it is the default order",
+    "plugin.promote": "removed in 0.3.0: blocks that are read are copied into memory",
+    "sessions.keep_max": "removed in 0.3.0: a pin lasts 366 days at most",
     "ssd.emulate": "removed in 0.3.0: use the plug-in kvdepot.testing.emulation:emulated_drive",
     "ssd.io_engine": "removed in 0.3.0: io_uring is used where the kernel allows it, else threads",
     "ssd.mirror": "removed in 0.3.0: use RAID 1 below the drive",
+    "writeback.batch": "removed in 0.3.0: one write to a drive has 32MiB at most",
 }
 """Error for each setting of an older version: the release that removed it and the replacement."""
 

@@ -74,10 +74,12 @@ class DramConfig:
     the kernel uses huge pages for it: Linux 6.1 or newer with `prefault`, or reserved ones."""
 
     lock: bool = False
-    """Lock the memory so that it is never swapped out; needs a sufficient memlock limit."""
+    """Lock the memory, and that of `cxl`, so that it is never swapped out; needs a sufficient
+    memlock limit."""
 
     prefault: bool = True
-    """Touch all the memory when the store opens, so that no first use is slow."""
+    """Touch all the memory, and that of `cxl`, when the store opens, so that no first use is slow.
+    """
 
     client_share: float = 0.25
     """Share of `dram.capacity` that the leases and reserved slots of one client of a daemon may
@@ -102,8 +104,6 @@ class CxlConfig:
     Without `node` or `path`, ordinary DRAM is used and reported as emulated.
     """
 
-    DEVELOPER: ClassVar[str] = "lock prefault"
-
     SHORTHAND: ClassVar[str] = "capacity"
 
     capacity: Bytes
@@ -114,12 +114,6 @@ class CxlConfig:
 
     path: Path | None = None
     """The device to map, such as /dev/dax0.0, or a file of at least `capacity`."""
-
-    lock: bool = False
-    """Lock the memory so that it is never swapped out; needs a sufficient memlock limit."""
-
-    prefault: bool = True
-    """Touch all the memory when the store opens, so that no first use is slow."""
 
     def __post_init__(self) -> None:
         _check_size("cxl.capacity", self.capacity)
@@ -312,9 +306,11 @@ class HddConfig(FileTierConfig):
 class PluginConfig:
     """A tier of another package, below those of drives."""
 
-    DEVELOPER: ClassVar[str] = "promote eviction read_timeout write_timeout"
+    DEVELOPER: ClassVar[str] = "read_timeout write_timeout"
 
     TIER: ClassVar[str] = "plugin"
+    promote: ClassVar[bool] = True
+    eviction: ClassVar[EvictionName] = "default"
 
     name: str
     """The name of an entry point in the group kvdepot.volumes, or module:factory."""
@@ -328,14 +324,8 @@ class PluginConfig:
     options: dict[str, str] = field(default_factory=dict)
     """Settings that are passed to the tier."""
 
-    promote: bool = True
-    """Copy a block that was read from this tier into memory."""
-
     write_mode: WriteModeName = "write-back"
     """When blocks are written here, as for ssd and hdd."""
-
-    eviction: EvictionName = "default"
-    """Which segment is reclaimed first, and which of its blocks are kept by rewriting them."""
 
     read_timeout: Seconds = 30.0
     """A read that takes longer is a miss."""
@@ -545,7 +535,7 @@ LowerTierConfig = FileTierConfig | PluginConfig | ObjectConfig
 class WritebackConfig:
     """Writing of blocks from memory to disk in the background."""
 
-    DEVELOPER: ClassVar[str] = "prefault batch"
+    DEVELOPER: ClassVar[str] = "prefault"
 
     dirty_limit: float = 0.5
     """Share of the memory tier that may wait to be written; beyond it puts are throttled. Puts with
@@ -561,14 +551,10 @@ class WritebackConfig:
     put_timeout: Seconds = 0.25
     """The longest a put waits for room before it is throttled; 0 never waits."""
 
-    batch: Bytes = 32 * MIB
-    """Bytes of one write to disk."""
-
     def __post_init__(self) -> None:
         if not 0 < self.dirty_limit <= 1:
             raise ConfigError("writeback.dirty_limit", f"must be in 0 to 1, got {self.dirty_limit}")
         _check_size("writeback.staging", self.staging)
-        _check_size("writeback.batch", self.batch)
         if not self.put_timeout >= 0:
             raise ConfigError("writeback.put_timeout", "must not be negative")
 
@@ -577,7 +563,7 @@ class WritebackConfig:
 class EventsConfig:
     """KV events for routers. `events = "tcp://127.0.0.1:5557"` alone means its endpoint."""
 
-    DEVELOPER: ClassVar[str] = "buffer interval resync_interval memory_medium storage_medium"
+    DEVELOPER: ClassVar[str] = "buffer interval resync_interval"
 
     SHORTHAND: ClassVar[str] = "endpoint"
 
@@ -601,12 +587,6 @@ class EventsConfig:
     """The shortest interval between full announcements, which new routers need and those that have
     missed batches. After this time without changes an empty batch is sent, whose number shows
     routers what they have missed."""
-
-    memory_medium: str = "CPU"
-    """The name of the memory tiers in events."""
-
-    storage_medium: str = "STORAGE"
-    """The name of the tiers below memory in events."""
 
     tenants: tuple[str, ...] = ("",)
     """The tenants whose blocks are announced; the empty name means blocks without a tenant."""
@@ -651,13 +631,8 @@ def _is_loopback(host: str) -> bool:
 class SessionsConfig:
     """Limits of session records and of pins."""
 
-    DEVELOPER: ClassVar[str] = "keep_max"
-
     ttl: Seconds = 30 * 86400.0
     """A session that is not named for this time is forgotten, unless it is pinned."""
-
-    keep_max: Seconds = 366 * 86400.0
-    """The longest duration of a pin."""
 
     pinned_share: float = 0.25
     """Share of each drive tier that the pins of one user of the machine may take, 0.5 at most; the
@@ -665,7 +640,6 @@ class SessionsConfig:
 
     def __post_init__(self) -> None:
         _check_positive("sessions.ttl", self.ttl)
-        _check_positive("sessions.keep_max", self.keep_max)
         if not 0 <= self.pinned_share <= 0.5:
             raise ConfigError("sessions.pinned_share", "must be in 0 to 0.5")
 

@@ -98,7 +98,7 @@ def assemble(
         cxl = open_cxl_arena(config.cxl, shared=dram.shared) if config.cxl else None
         if cxl is not None:
             held.callback(cxl.close)
-        _lock(config, arena, cxl)
+        _lock(config, [arena, cxl] if cxl else [arena])
         held.pop_all()
     return_times = ReturnTimes()
     catalog = Catalog(
@@ -116,7 +116,7 @@ def assemble(
     touched += [staging] * (config.dram.prefault or config.writeback.prefault)
     for one in touched:
         one.memory.prefault(partial(_register, configured, one.memory))
-    if cxl and config.cxl and config.cxl.prefault:
+    if cxl and config.dram.prefault:
         cxl.memory.prefault(bool)
     memory = StoreMemory([arena, cxl] if cxl else [arena], staging, return_times)
     state = StoreState(config, StoreClocks(clock, stamps), catalog, memory, volumes, lower_tiers)
@@ -151,14 +151,10 @@ def _register(configured: ConfiguredVolumes, memory: Memory) -> None:
     configured.register_memory(memory)
 
 
-def _lock(config: Config, arena: Arena, cxl: Arena | None) -> None:
-    wanted = {"dram.lock": arena if config.dram.lock else None}
-    wanted["cxl.lock"] = cxl if config.cxl and config.cxl.lock else None
-    for setting, one in wanted.items():
-        if one and not one.memory.lock():
-            raise ConfigError(
-                setting, "the memlock limit is too low", hint="ulimit -l unlimited, or lock = false"
-            )
+def _lock(config: Config, arenas: Sequence[Arena]) -> None:
+    if config.dram.lock and not all(arena.memory.lock() for arena in arenas):
+        hint = "ulimit -l unlimited, or lock = false"
+        raise ConfigError("dram.lock", "the memlock limit is too low", hint=hint)
 
 
 def _raise_open_files_limit() -> None:

@@ -33,7 +33,7 @@ LAYER_BYTES = BLOCK_BYTES // LAYERS
 def depot(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[OpenDepot]:
     device = tmp_path / "device"
     device.write_bytes(bytes(2 * MIB))
-    cxl: dict[str, Any] = {"capacity": MIB, "prefault": False}
+    cxl: dict[str, Any] = {"capacity": MIB}
     if request.param == "device":
         cxl["path"] = str(device)
     stores: list[Any] = []

@@ -31,6 +31,8 @@ from kvdepot.store.announce.residency_watch import (
 from kvdepot.store.read.token_ids import read_heads
 from kvdepot.store.state.state import StoreState
 
+_MEDIA: Final = ((IN_MEMORY, "CPU"), (BELOW, "STORAGE"))
+"""The names of memory, and of all tiers below it, that routers know."""
 _PART: Final = 256
 """Most blocks in a batch."""
 _log: Final = RateLimitedLog("kvdepot.events")
@@ -118,7 +120,7 @@ class Announcer:
     def _tell_gone(self, change: ResidencyChange) -> None:
         by_topic: dict[str, list[Event]] = {}
         tags = [words.tobytes()[:8] for words in change.gone]
-        for bit, medium in self._media():
+        for bit, medium in _MEDIA:
             here = (change.gone_from & bit) != 0
             for topic, rows in self._by_topic([tags[at] for at in np.flatnonzero(here)]):
                 digests = change.gone[here][rows, 2].tolist()
@@ -147,7 +149,7 @@ class Announcer:
                 _, parent, digest, _ = change.come[at].tolist()
                 blocks[at] = StoredBlock(digest, parent, ids, space)
         by_topic: dict[str, list[Event]] = {}
-        for bit, medium in self._media():
+        for bit, medium in _MEDIA:
             here = [at for at in blocks if change.come_to[at] & bit]
             for topic, some in self._by_topic([keys[at][:8] for at in here]):
                 events = stored([blocks[here[number]] for number in some], medium)
@@ -159,9 +161,6 @@ class Announcer:
         if len(silent):
             self._counts["silent"] += len(silent)
             self._watch.silence(change.come_rows[silent], change.come_to[silent])
-
-    def _media(self) -> tuple[tuple[int, str], ...]:
-        return (IN_MEMORY, self._config.memory_medium), (BELOW, self._config.storage_medium)
 
     def _topic(self, model: str) -> str:
         topic = self._config.topic.replace("{model}", model)

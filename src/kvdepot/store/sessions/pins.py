@@ -15,6 +15,7 @@ import numpy as np
 from kvdepot.core.block import CopyState
 from kvdepot.core.clock import Clock
 from kvdepot.core.depot import Durability, FlushReport
+from kvdepot.core.endurance import DAY_S
 from kvdepot.core.keys import Keys, as_words
 from kvdepot.core.sessions import KEEP_S, PinReceipt
 from kvdepot.core.units import format_bytes, format_count
@@ -31,6 +32,7 @@ _WRITE_EVERY: Final = 5
 _TOTAL_SHARE: Final = 0.5
 """Share of each tier that all pins together may take."""
 _DURABLE_S: Final = 30.0
+_DAYS_MAX: Final = 366
 _KEY_BYTES: Final = 58
 """Bytes of a key in a page."""
 Flush = Callable[[float, Keys | None], FlushReport]
@@ -290,12 +292,8 @@ class PinManager:
             )
         if until_s <= self._wall.now():
             raise RefusedPinError("the end of the pin is in the past")
-        most_s = self._state.config.sessions.keep_max
-        if until_s > self._wall.now() + most_s:
-            days = most_s / 86400
-            raise RefusedPinError(
-                f"a pin may last {days:g} days at most", hint="raise sessions.keep_max"
-            )
+        if until_s > self._wall.now() + _DAYS_MAX * DAY_S:
+            raise RefusedPinError(f"a pin may last {_DAYS_MAX} days at most")
         for prompt in prompts.values():
             if len(prompt) * _KEY_BYTES > self._records.pin_bytes_max:
                 raise RefusedPinError("the session has too many blocks for one pin")

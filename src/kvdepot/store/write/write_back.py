@@ -37,6 +37,7 @@ _PRESSED_S: Final = 1.0
 _PAUSE_S_MIN: Final = 0.001
 _PART_BYTES_MIN: Final = 1 << 20
 """Least bytes of a batch; else it is the volume's share, to spread a prompt over all volumes."""
+_PART_BYTES_MAX: Final = 32 << 20
 _NO_LIMIT: Final = 1 << 62
 _DURABLE: Final = DURABILITY.index(Durability.DURABLE)
 _log = RateLimitedLog("kvdepot.store")
@@ -339,11 +340,11 @@ class WriteBack:
         return rows
 
     def _part_bytes(self, volume: int) -> int:
-        lower, most = self._lower, self._state.config.writeback.batch
+        lower = self._lower
         if len(lower.volumes) == 1:
-            return most
+            return _PART_BYTES_MAX
         part = int(lower.queue.dirty_bytes * lower.volumes.shares.part(volume) / self._a_volume)
-        return min(most, max(_PART_BYTES_MIN, part))
+        return min(_PART_BYTES_MAX, max(_PART_BYTES_MIN, part))
 
     def _end_thread(self) -> None:
         """Count an ended thread. If it was the last, give up all waiting blocks."""
