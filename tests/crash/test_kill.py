@@ -149,5 +149,5 @@ def test_kill_in_the_middle_of_each_phase(
 
 
 def test_kill_at_random_instants(forks: Children, tmp_path: Path, seed: int) -> None:
-    """tests/stress/test_crash_many.py: hundreds of them."""
+    """`kvdepot torture --only kills`: hundreds of them."""
     kill_at_random_instants(forks, tmp_path, seed, 3)

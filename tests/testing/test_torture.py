@@ -26,6 +26,7 @@ from kvdepot.store.store import Store
 from kvdepot.store.write.write_back import Flusher
 from kvdepot.testing.faults import BOUNDARIES, Fail, Fault, FaultyFiles
 from kvdepot.testing.images import make_key, make_records
+from kvdepot.testing.power import Seam
 from kvdepot.testing.torture import rounds, workload
 from kvdepot.testing.torture.judge import judge_store
 from kvdepot.testing.torture.ledger import Expectation, Ledger
@@ -83,25 +84,47 @@ def bind_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LowerTier, "bound", none)
 
 
+def sync_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    sync_only(monkeypatch, "sync_directory")
+
+
+def sync_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    sync_only(monkeypatch, "sync")
+
+
+def sync_only(monkeypatch: pytest.MonkeyPatch, seam: Seam) -> None:
+    """The other sync says that it is done, and does nothing."""
+
+    class HalfSynced(TorturedFiles):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._seams = frozenset({seam})
+
+    monkeypatch.setattr(rounds, "TorturedFiles", HalfSynced)
+
+
 @pytest.mark.parametrize(
-    ("sabotage", "fault"),
+    ("sabotage", "kind", "fault"),
     [
-        (bind_nothing, "broken"),
-        (forget_removals, "back"),
-        (claim_to_flush, "lost"),
-        (give_other_bytes, "wrong"),
-        (raise_in_removals, "error"),
+        (bind_nothing, "kills", "broken"),
+        (forget_removals, "kills", "back"),
+        (claim_to_flush, "kills", "lost"),
+        (give_other_bytes, "kills", "wrong"),
+        (raise_in_removals, "kills", "error"),
+        (sync_no_file, "cuts", "error"),
+        (sync_no_directory, "cuts", "lost"),
     ],
     ids=lambda one: getattr(one, "__name__", one),
 )
 def test_a_broken_promise_is_seen(
     sabotage: Callable[[pytest.MonkeyPatch], None],
+    kind: Kind,
     fault: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sabotage(monkeypatch)
-    assert fault in found(tmp_path, "kills", fault)
+    assert fault in found(tmp_path, kind, fault)
 
 
 def test_a_round_that_failed_is_kept_with_its_ledger(
