@@ -7,40 +7,25 @@ from pathlib import Path
 from typing import Any, Final
 
 import kvdepot
+from kvdepot.adapters.vllm.config import DepotSettings
 from kvdepot.config.loader import load_settings
-from kvdepot.config.settings import (
-    AuditConfig,
-    Config,
-    CxlConfig,
-    DramConfig,
-    HddConfig,
-    ObjectConfig,
-    Seconds,
-    SsdConfig,
-    TenantConfig,
-    WritebackConfig,
-)
+from kvdepot.config.settings import AuditConfig, CxlConfig
 from kvdepot.depot import Depot
 from kvdepot.errors import ConfigError
 
 SETTING: Final = "hicache-storage-backend-extra-config"
 LINKER_SETTING: Final = "unified-cache-external-linker-config.linker_extra_config"
 _OF_SGLANG: Final = ("backend_name", "module_path", "class_name", "interface_v1")
-_STORE: Final = ("dram", "cxl", "ssd", "hdd", "object", "writeback", "tenants")
-"""The settings of a store in SGLang's process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HiCacheSettings:
+class HiCacheSettings(DepotSettings):
     """The depot below SGLang's memory, and how it is used."""
 
-    dram: DramConfig = field(default_factory=DramConfig)
+    STORE_SETTINGS = ("cxl",)
+
     cxl: CxlConfig | None = None
-    ssd: SsdConfig | None = None
-    hdd: HddConfig | None = None
-    object: ObjectConfig | None = None
-    writeback: WritebackConfig = field(default_factory=WritebackConfig)
-    tenants: dict[str, TenantConfig] = field(default_factory=dict)
+    """A tier of slower memory, below the memory tier."""
 
     socket: Path | None = None
     """Use the daemon on this socket; needed if SGLang has several processes."""
@@ -48,17 +33,8 @@ class HiCacheSettings:
     daemon_user: str = ""
     """A user, by name or number, whose daemon is trusted besides SGLang's own user and root."""
 
-    tenant: str = ""
-    """The tenant that owns the blocks."""
-
-    revision: str = ""
-    """A name for the weights, if SGLang loads them from no folder."""
-
     adapters: str = ""
     """A name for the content of all LoRAs together; needed if SGLang serves LoRAs."""
-
-    weights: Path = Path("~/.cache/kvdepot/weights")
-    """The file that keeps digests of weight files, so that each file is read once."""
 
     prefix_chain: bool = False
     """Evict ends of prompts first; needs interface_v1 and hicache_storage_pass_prefix_keys."""
@@ -69,12 +45,8 @@ class HiCacheSettings:
     audit: AuditConfig = field(default_factory=AuditConfig)
     """The hits that are computed again and compared; see docs/audit.md."""
 
-    load_timeout: Seconds = 5.0
-    """Pages that have not arrived by then are computed."""
-
     def __post_init__(self) -> None:
-        if not self.load_timeout > 0:
-            raise ConfigError("load_timeout", f"must be more than zero, got {self.load_timeout}")
+        super(HiCacheSettings, self).__post_init__()
         if self.tenant not in ("", *self.tenants):
             raise ConfigError("tenant", f"{self.tenant!r} is not one of tenants")
 
@@ -89,7 +61,7 @@ class HiCacheSettings:
                 f"missing: SGLang's {processes} processes must share a depot through a daemon",
                 hint='kvdepot serve --config FILE --socket PATH, and "socket": PATH here',
             )
-        return kvdepot.open(Config(**{name: getattr(self, name) for name in _STORE}))
+        return kvdepot.open(self.depot)
 
 
 def read(extra: Mapping[str, Any]) -> HiCacheSettings:

@@ -65,7 +65,6 @@ class PageIdentity:
         self, settings: HiCacheSettings, weights: str, pool: str, shape: Mapping[str, str]
     ) -> dict[str, Any]:
         """The fields of the namespace of one pool's pages."""
-        tenant = settings.tenants.get(settings.tenant)
         chained = str(settings.prefix_chain and pool == KV)
         pairs = {**dict(self.extra), **shape, "name": pool, "chained": chained}
         return {
@@ -75,7 +74,7 @@ class PageIdentity:
             "shard_size": self.shard[1],
             "adapter": settings.adapters,
             "tenant": settings.tenant,
-            "secret": tenant.secret() if tenant is not None else b"",
+            "secret": settings.secret(),
             "extra": tuple(sorted(pairs.items())),
         }
 

@@ -27,12 +27,12 @@ SETTING: Final = "kv_connector_extra_config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepotSettings:
-    """A depot that vLLM uses, and the names of the blocks in it."""
+    """A depot that an engine uses, and the owner of the blocks in it."""
 
     STORE_SETTINGS: ClassVar[tuple[str, ...]] = ()
     """Further settings of the store itself."""
     dram: DramConfig = field(default_factory=DramConfig)
-    """The memory tier of a depot that this vLLM opens or starts."""
+    """The memory tier of a depot that this engine opens or starts."""
     ssd: SsdConfig | None = None
     """Its SSD tier."""
     hdd: HddConfig | None = None
@@ -45,20 +45,14 @@ class DepotSettings:
     """Tenants that have a secret, by name."""
     tenant: str = ""
     """The tenant that owns the blocks."""
-    model: str = ""
-    """The model's name in the depot, by default the one that vLLM was given."""
     revision: str = ""
-    """A name for the weights, if vLLM does not show which weights it has loaded."""
+    """A name for the weights, if the engine does not show which weights it has loaded."""
     weights: Path = Path("~/.cache/kvdepot/weights")
     """The file that keeps digests of weight files, by inode and times: each is read once."""
-    load_threads: int = 4
-    """Loads that run at the same time."""
     load_timeout: Seconds = 5.0
-    """Blocks that have not arrived after this time are recomputed."""
+    """Blocks that have not arrived after this time are computed."""
 
     def __post_init__(self) -> None:
-        if self.load_threads < 1:
-            raise ConfigError("load_threads", f"invalid value {self.load_threads} (expected >= 1)")
         if not self.load_timeout > 0:
             raise ConfigError("load_timeout", f"invalid value {self.load_timeout} (expected > 0)")
 
@@ -75,7 +69,22 @@ class DepotSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectorConfig(DepotSettings):
+class VllmDepotSettings(DepotSettings):
+    """A depot that vLLM uses, as a connector or as a tier."""
+
+    model: str = ""
+    """The model's name in the depot, by default the one that vLLM was given."""
+    load_threads: int = 4
+    """Loads that run at the same time."""
+
+    def __post_init__(self) -> None:
+        super(VllmDepotSettings, self).__post_init__()
+        if self.load_threads < 1:
+            raise ConfigError("load_threads", f"invalid value {self.load_threads} (expected >= 1)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig(VllmDepotSettings):
     """The depot that the connector uses, and how it uses it."""
 
     STORE_SETTINGS = ("cxl", "nats")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from kvdepot.adapters.vllm.config import DepotSettings
+from kvdepot.adapters.vllm.config import VllmDepotSettings
 from kvdepot.config.loader import load_settings
 from kvdepot.config.settings import DramConfig, WritebackConfig
 from kvdepot.errors import ConfigError
@@ -14,7 +14,7 @@ _LOWER: Final = ("ssd", "hdd", "object")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierSettings(DepotSettings):
+class TierSettings(VllmDepotSettings):
     """The depot below vLLM's CPU tier, and how it is used."""
 
     dram: DramConfig = field(default_factory=lambda: DramConfig(capacity=512 << 20, prefault=False))
