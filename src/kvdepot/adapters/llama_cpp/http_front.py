@@ -14,7 +14,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
@@ -61,23 +61,6 @@ class _RefusedError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-
-
-class _Places:
-    """Bounds how many requests of a kind are served or wait, as a scope."""
-
-    def __init__(self, limit: int) -> None:
-        self._left = limit
-
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        if not self._left:
-            raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests wait")
-        self._left -= 1
-        try:
-            yield
-        finally:
-            self._left += 1
 
 
 class _BodyMemory:
@@ -150,7 +133,9 @@ class ProxyServer:
         self.server_address = self._listening.getsockname()
         limit = connections_max()
         self._acceptor = Acceptor(self._listening, limit, self._serve)
-        self._requests, self._health = _Places(limit * 3 // 4), _Places(limit // 8)
+        self._requests = asyncio.Semaphore(limit * 3 // 4)
+        """Bounds the requests that are served or wait; health checks have places of their own."""
+        self._health = asyncio.Semaphore(limit // 8)
         self._threads = asyncio.Semaphore(_THREADS)
         self._key_threads = asyncio.Semaphore(_HEALTH_THREADS)
         self._health_threads = asyncio.Semaphore(_HEALTH_THREADS)
@@ -229,9 +214,10 @@ class ProxyServer:
         path = path_of(request)
         is_health = path == STATUS or path in _HEALTH
         places = self._health if is_health else self._requests
-        with places.taken():
-            async with self._body(client, request, is_health=is_health) as body:
-                await self._answer(client, request, body)
+        if places.locked():
+            raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests wait")
+        async with places, self._body(client, request, is_health=is_health) as body:
+            await self._answer(client, request, body)
         return True
 
     @contextlib.asynccontextmanager

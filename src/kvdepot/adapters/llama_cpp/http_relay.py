@@ -48,8 +48,6 @@ class HttpPeer:
     def receive(self) -> Any:
         """The next h11 event. Raises OSError and h11.RemoteProtocolError."""
         while (event := self.http.next_event()) is h11.NEED_DATA:
-            if self.http.they_are_waiting_for_100_continue:
-                self.send(h11.InformationalResponse(status_code=100, headers=[]))
             self.http.receive_data(self.socket.recv(RECEIVE_BYTES))
         return event
 
