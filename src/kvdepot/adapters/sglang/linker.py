@@ -43,9 +43,10 @@ from kvdepot.adapters.sglang.identity import identify
 from kvdepot.adapters.sglang.load_decision import LoadDecider
 from kvdepot.adapters.sglang.loaded_weights import LOG, WEIGHTS
 from kvdepot.adapters.sglang.pages import usable_lengths
-from kvdepot.adapters.sglang.storage import log_failed_start, tail_pages
+from kvdepot.adapters.sglang.storage import tail_pages
 from kvdepot.adapters.tensors import open_mover
 from kvdepot.adapters.tensors.slices import COPY_BYTES_MIN
+from kvdepot.adapters.vllm.metrics import errors_logged
 from kvdepot.core.block import BlockKey
 from kvdepot.core.depot import MEMORY_TIERS
 from kvdepot.depot import Depot
@@ -90,7 +91,7 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
         forward_stream: Any = None,
     ) -> None:
         self.forward_stream = forward_stream
-        try:
+        with errors_logged(LOG):
             self._settings = read_linker(extra_config or {})
             if (getattr(server_args, "dcp_size", None) or 1) > 1:
                 raise ModelError("a linker does not serve decode context parallelism")
@@ -102,9 +103,6 @@ class KVDepotLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._identity.known_weights(self._settings)  # starts to read them
             WEIGHTS.begin()
             self._depot = self._settings.open(_processes(), LINKER_SETTING)
-        except KVDepotError as error:
-            log_failed_start(error)
-            raise
         self._offloads_here = not self._group.rank_replicated or storage.tp_rank == 0
         self.pools = self._group.entry_map
         self._device = torch.device(self._group.entries[0].kv_buffer[0].device)

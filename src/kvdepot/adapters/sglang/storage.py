@@ -1,6 +1,6 @@
 """The class that SGLang loads as its storage. Needs SGLang."""
 
-import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +21,7 @@ from kvdepot.adapters.sglang.config import read
 from kvdepot.adapters.sglang.identity import KV, identify
 from kvdepot.adapters.sglang.loaded_weights import LOG, WEIGHTS
 from kvdepot.adapters.sglang.pages import HostPages, usable_lengths
+from kvdepot.adapters.vllm.metrics import errors_logged
 from kvdepot.core.block import BlockKey
 from kvdepot.depot import Depot
 from kvdepot.errors import KVDepotError
@@ -31,18 +32,13 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         extra = storage_config.extra_config or {}
-        try:
+        with errors_logged(LOG):
             self._settings = read(extra)
             self._identity = identify(storage_config, _arguments(), self._settings, __version__)
             self._identity.known_weights(self._settings)  # starts to read them
             WEIGHTS.begin()
-            processes = 1
-            for name in ("tp_size", "pp_size", "attn_cp_size"):
-                processes *= getattr(storage_config, name)
-            self._depot = self._settings.open(processes)
-        except KVDepotError as error:
-            log_failed_start(error)
-            raise
+            sizes = (storage_config.tp_size, storage_config.pp_size, storage_config.attn_cp_size)
+            self._depot = self._settings.open(math.prod(sizes))
         self._pieces = bool(extra.get("interface_v1"))
         self._rank = f"{storage_config.tp_rank} of {storage_config.tp_size}"
         self._pools: dict[str, HostPages] = {}
@@ -211,11 +207,6 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
         if pages is None or not pages.ready(self._identity, self._settings, pool, rank):
             return None
         return pages
-
-
-def log_failed_start(error: KVDepotError) -> None:
-    hint = f"; hint: {error.hint}" if error.hint else ""
-    LOG.log(logging.ERROR, "kvdepot: %s%s", error, hint)
 
 
 def tail_pages(transfer: Any) -> int | None:

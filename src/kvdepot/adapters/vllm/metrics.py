@@ -36,6 +36,7 @@ GAUGES: Final = {
 Counts = defaultdict[str, float]
 """Counts since they were taken last, for one thread. Names are `what` or `what:kind`, such as
 `loaded_blocks:ssd` or `missed_blocks:late`."""
+_LOGGER: Final = logging.getLogger("vllm.kvdepot")
 _log = RateLimitedLog("vllm.kvdepot")
 
 
@@ -46,13 +47,13 @@ def warn(what: str, error: BaseException) -> None:
 
 
 @contextmanager
-def errors_logged() -> Iterator[None]:
-    """Log an error in one line: vLLM prints it among the traces of its processes."""
+def errors_logged(logger: logging.Logger = _LOGGER) -> Iterator[None]:
+    """Log an error in one line: an engine prints it among the traces of its processes."""
     try:
         yield
     except KVDepotError as error:
         hint = f"; hint: {error.hint}" if error.hint else ""
-        logging.getLogger("vllm.kvdepot").log(logging.ERROR, "kvdepot: %s%s", str(error), hint)
+        logger.log(logging.ERROR, "kvdepot: %s%s", str(error), hint)
         raise
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from kvdepot.adapters.vllm.groups import GroupRule
 from kvdepot.adapters.vllm.messages import StepPlan
+from kvdepot.adapters.vllm.metrics import errors_logged
 from kvdepot.adapters.vllm.worker import ConnectorWorker, FinishedTransfers
 from kvdepot.errors import ConfigError, ModelError
 
@@ -97,13 +98,9 @@ def refuse_without(lacking: Sequence[str], modules: Modules = import_module) -> 
     if not lacking:
         return
     shown = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if lacking[3:] else "")
-    error = ConfigError(
-        f"vllm {version_of(modules)}",
-        f"cannot be served: it lacks {shown}",
-        hint=f"use vllm {', '.join(SUPPORTED)}",
-    )
-    _logger.log(logging.ERROR, "kvdepot: %s; hint: %s", error, error.hint)
-    raise error
+    where, hint = f"vllm {version_of(modules)}", f"use vllm {', '.join(SUPPORTED)}"
+    with errors_logged():
+        raise ConfigError(where, f"cannot be served: it lacks {shown}", hint=hint)
 
 
 def version_of(modules: Modules = import_module) -> str:
