@@ -53,7 +53,11 @@ def connect_options(config: NatsConfig) -> dict[str, Any]:
     options |= {"allow_reconnect": False, "max_reconnect_attempts": 1, "reconnect_time_wait": 0.01}
     if config.credentials_file is not None:
         _import("nkeys")
-        _check_readable("nats.credentials_file", config.credentials_file)
+        try:
+            config.credentials_file.read_bytes()
+        except OSError as error:
+            reason = f"{config.credentials_file} cannot be read: {error.strerror}"
+            raise ConfigError("nats.credentials_file", reason) from error
         options["user_credentials"] = str(config.credentials_file)
     if token := config.token():
         options["token"] = token
@@ -262,13 +266,6 @@ async def _report(error: Exception) -> None:
 def _named(error: Exception) -> str:
     """The name of an error, without addresses and contents of messages."""
     return type(error).__name__
-
-
-def _check_readable(setting: str, path: Any) -> None:
-    try:
-        path.read_bytes()
-    except OSError as error:
-        raise ConfigError(setting, f"{path} cannot be read: {error.strerror}") from error
 
 
 def _client_class() -> Any:

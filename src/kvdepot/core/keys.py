@@ -19,6 +19,7 @@ these: digest = BLAKE2b-128(key=chain key, person="kvdepot-hash-v1")(engine's ha
 the first half of the digest of the parent's hash.
 """
 
+import contextlib
 import hashlib
 import struct
 import sys
@@ -30,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.core.block import KEY_BYTES, LINK_BYTES, TAG_BYTES, BlockKey
-from kvdepot.errors import KeyFormatError
+from kvdepot.errors import ConfigError, KeyFormatError
 
 TokenIds: TypeAlias = Iterable[int] | npt.NDArray[np.integer[Any]]
 """Token ids of a prompt: a list or other sequence of ints, an array.array, a numpy array."""
@@ -167,6 +168,16 @@ def as_keys(words: Keys) -> list[BlockKey]:
 def tag_word(tag: bytes) -> int:
     """A namespace's tag as the first word of its keys."""
     return int.from_bytes(tag[:TAG_BYTES], "little")
+
+
+def tag_from_hex(text: str) -> bytes:
+    """The tag of a namespace that a caller has named in hexadecimal. Raises ConfigError."""
+    with contextlib.suppress(ValueError):
+        tag = bytes.fromhex(text)
+        if len(tag) == TAG_BYTES:
+            return tag
+    reason = f"{text!r:.40} is not a namespace's tag"
+    raise ConfigError("namespace", reason, hint="16 hexadecimal digits")
 
 
 def tag_of(key: BlockKey) -> bytes:

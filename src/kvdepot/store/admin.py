@@ -8,6 +8,7 @@ from typing import Any, Final
 from kvdepot.core.admin import DepotAdmin
 from kvdepot.core.depot import CheckReport
 from kvdepot.core.first_token import FirstToken
+from kvdepot.core.keys import tag_from_hex
 from kvdepot.errors import ConfigError
 from kvdepot.store.check.online import check_store
 from kvdepot.store.engine import Engine
@@ -63,10 +64,7 @@ class StoreAdmin(DepotAdmin):
         self._state.check_open()
         if not (0.0 < token_s < _STEP_S_MAX and 0.0 <= pair_s < _STEP_S_MAX):
             raise ConfigError("token_s", "seconds of prefill for a token must be above 0")
-        try:
-            tag = bytes.fromhex(namespace)
-        except ValueError as error:
-            raise ConfigError("namespace", "is not a tag in hexadecimal") from error
+        tag = tag_from_hex(namespace)
         self._state.events.emit(PrefillReported(tag, token_s, pair_s))
         return self._engine.access.is_registered(tag)
 

@@ -5,7 +5,6 @@ A quarantine is an entry of the drives' metadata, so that it survives a restart.
 drives loses it together with its blocks.
 """
 
-import contextlib
 import json
 import logging
 import threading
@@ -16,6 +15,7 @@ from kvdepot.core.audit import PRODUCER_TEXT_MAX, AuditFinding, DepotAudits, pro
 from kvdepot.core.block import TAG_BYTES, BlockKey
 from kvdepot.core.clock import Clock
 from kvdepot.core.json_object import parse_object
+from kvdepot.core.keys import tag_from_hex
 from kvdepot.core.metadata import MetaEntry, MetaKind
 from kvdepot.errors import ConfigError
 from kvdepot.format.record import producer_of
@@ -125,7 +125,7 @@ class AuditService(DepotAudits):
             return self._producers.get(number, "")
 
     def lift(self, namespace: str) -> bool:
-        tag = _tag(namespace)
+        tag = tag_from_hex(namespace)
         with self._lock:
             if self._quarantined.pop(tag, None) is None:
                 return False
@@ -135,7 +135,7 @@ class AuditService(DepotAudits):
         return True
 
     def purge(self, namespace: str) -> int:
-        tag = _tag(namespace)
+        tag = tag_from_hex(namespace)
         with self._lock:
             if tag not in self._quarantined:
                 raise ConfigError(
@@ -177,13 +177,3 @@ class AuditService(DepotAudits):
                 tag.hex(),
                 facts.get("model", "?"),
             )
-
-
-def _tag(namespace: str) -> bytes:
-    with contextlib.suppress(ValueError):
-        tag = bytes.fromhex(namespace)
-        if len(tag) == TAG_BYTES:
-            return tag
-    raise ConfigError(
-        "namespace", f"{namespace!r} is not a namespace's tag", hint="16 hexadecimal digits"
-    )

@@ -20,7 +20,6 @@ class Described:
     """A namespace read from its description."""
 
     layout: KVLayout
-    model: str
     tenant: str
     namespace: Namespace | None
     """None if its secret is not known here."""
@@ -61,12 +60,12 @@ class DescribedNamespaces:
         try:
             fields = json.loads(text)
             layout = KVLayout.from_description(fields["layout"])
-            model, tenant = str(fields["model"]), str(fields["tenant"])
+            tenant = str(fields["tenant"])
         except (ValueError, KeyError, TypeError):
             return None
         known = self._tenants.get(tenant)
         try:
             secret = known.secret() if known is not None else b""
-            return Described(layout, model, tenant, Namespace.from_description(fields, secret))
+            return Described(layout, tenant, Namespace.from_description(fields, secret))
         except ConfigError:
-            return Described(layout, model, tenant, None)
+            return Described(layout, tenant, None)

@@ -93,7 +93,7 @@ class Store(Depot):
         self.audits = AuditService(engine, self.routing.caller, wall)
         self.volumes = volumes
         volumes.pins = self.sessions.pins
-        self.sessions.start()
+        self.sessions.pins.start()
         try:
             if state.config.nats is not None:
                 self._site = ClusterMember(
@@ -155,7 +155,7 @@ class Store(Depot):
         self.admin.stop_recording()
         if self._announcer is not None:
             stuck = not self._announcer.close(timeout_s) or stuck
-        for part in (self.volumes, self.sessions, self.engine):
+        for part in (self.volumes, self.sessions.pins, self.engine):
             stuck = not part.join(timeout_s) or stuck
         state.events.close()
         if stuck:
@@ -173,7 +173,7 @@ class Store(Depot):
         """`flush` for a caller: reports the blocks evicted unwritten since its last one."""
         began_s = self._state.clock.now()
         if keys is None:
-            self.sessions.write_in_time(timeout_s)
+            self.sessions.pins.write_in_time(timeout_s)
         left_s = max(0.0, timeout_s - (self._state.clock.now() - began_s))
         return self.engine.flush(caller, left_s, keys)
 

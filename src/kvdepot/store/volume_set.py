@@ -12,10 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdepot.core.metadata import (
-    OWN_KINDS,
-    surviving,
-)
+from kvdepot.core.metadata import OWN_KINDS, surviving
 from kvdepot.core.volume import (
     SEGMENT_SHIFT,
     VOLUME_SHIFT,
@@ -49,6 +46,10 @@ class Blocks:
     stamps: Ints
     removals: int = 0
     """`SharedMetadata.removals` before the tombstones were applied."""
+
+    def only(self, kept: Array, removals: int) -> "Blocks":
+        words, sizes = self.words[kept], self.payload_bytes[kept]
+        return Blocks(words, self.locations[kept], sizes, self.stamps[kept], removals)
 
 
 class VolumeSet:
@@ -116,7 +117,7 @@ class VolumeSet:
             for entry in self.entries:
                 entry.volume.close()
             raise fatal
-        contents = [self._take_in(entry, None) for entry in self.entries]
+        contents = [self._learnt(entry, entry.volume.contents(None)) for entry in self.entries]
         self.metadata.compare()
         if self._context.writable:
             self.metadata.share()
@@ -137,7 +138,7 @@ class VolumeSet:
             _log.debug("%s cannot be opened: %s", entry.path, error)
             return None
         entry.error = None
-        contents = self._take_in(entry, None)
+        contents = self._learnt(entry, entry.volume.contents(None))
         if entry.draining:
             entry.volume.set_limits(None, may_write=False)
         if self._context.writable:
@@ -262,9 +263,6 @@ class VolumeSet:
             self.down.add(entry.number)
         self.woken.set()
 
-    def _take_in(self, entry: VolumeEntry, since: int | None) -> Contents:
-        return self._learnt(entry, entry.volume.contents(since))
-
     def _learnt(self, entry: VolumeEntry, contents: Contents) -> Contents:
         entry.token = contents.token
         return replace(contents, metadata=self.metadata.learn(entry, contents))
@@ -282,13 +280,9 @@ class VolumeSet:
             is_alive &= ~self._drop_below(entry, floor, contents.places)
         if not is_alive.all():
             volume.discard(contents.places[~is_alive], contents.payload_bytes[~is_alive])
-        return Blocks(
-            contents.words[is_alive],
-            (entry.number << VOLUME_SHIFT) + contents.places[is_alive],
-            contents.payload_bytes[is_alive],
-            contents.stamps[is_alive],
-            removals,
-        )
+        locations = (entry.number << VOLUME_SHIFT) + contents.places
+        found = Blocks(contents.words, locations, contents.payload_bytes, contents.stamps)
+        return found.only(is_alive, removals)
 
     def without_removed(self, entry: VolumeEntry, blocks: Blocks) -> Blocks:
         """Apply the removals that came since the blocks were looked at. With the store's lock, in
@@ -301,13 +295,7 @@ class VolumeSet:
         is_alive[surviving(blocks.words, blocks.stamps, stones)] = True
         places = blocks.locations[~is_alive] & ((1 << VOLUME_SHIFT) - 1)
         entry.volume.discard(places, blocks.payload_bytes[~is_alive])
-        return Blocks(
-            blocks.words[is_alive],
-            blocks.locations[is_alive],
-            blocks.payload_bytes[is_alive],
-            blocks.stamps[is_alive],
-            self.metadata.removals,
-        )
+        return blocks.only(is_alive, self.metadata.removals)
 
     def _drop_below(self, entry: VolumeEntry, floor: int, places: Ints) -> Array:
         """Release segments whose tombstones may have been dropped while the volume was detached.

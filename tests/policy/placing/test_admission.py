@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.core.endurance import DAY_S, Endurance
-from kvdepot.policy.placing.admission import ReuseChance, ThrashDetector, kind_of, price, worth_wear
+from kvdepot.policy.placing.admission import ReuseChance, ThrashDetector, kind_of, worth_wear
 
 Writes = st.lists(
     st.tuples(st.floats(0, 20_000), st.integers(1, 10**9), st.floats(0, 1)), max_size=60
@@ -43,9 +43,10 @@ def test_a_busy_drive_uses_nearly_all_of_its_budget() -> None:
 
 
 def test_the_least_promising_bypass_first() -> None:
-    levels = [1.0, 0.5, 0.4, 0.25, 0.1, 0.0]
-    prices = [price(level) for level in levels]
-    assert prices == pytest.approx([0.0, 0.0, 0.2, 0.5, 0.8, 1.0])
+    prices = {1.0: 0.0, 0.5: 0.0, 0.4: 0.2, 0.25: 0.5, 0.1: 0.8, 0.0: 1.0}
+    for level, chance in prices.items():
+        assert worth_wear(chance + 1e-9, level)
+        assert not chance or not worth_wear(chance - 1e-9, level)
     assert not worth_wear(1.0, -0.01), "not even what is certain, once there is nothing left"
 
 

@@ -16,7 +16,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -598,8 +597,6 @@ def _welcome(path: str, frame: Frame | None, files: int, *, is_new: bool) -> fra
     expected = 0 if not is_new else 3 if welcome.cxl_bytes else 2
     if files != expected:
         raise WireError(f"{files} descriptors instead of {expected}")
-    if not welcome.protocol:
-        return replace(welcome, protocol=_SPOKEN.oldest)
     if not _SPOKEN.oldest <= welcome.protocol <= _SPOKEN.newest:
         raise WireError(f"protocol {welcome.protocol}, which was not offered")
     return welcome

@@ -5,7 +5,7 @@ from typing import Final
 
 from kvdepot.core.block import TAG_BYTES
 from kvdepot.core.depot import PrefetchHint
-from kvdepot.core.keys import Keys
+from kvdepot.core.keys import Keys, tag_from_hex
 from kvdepot.core.sessions import SessionState
 from kvdepot.daemon.client.connections import (
     Connections,
@@ -17,7 +17,6 @@ from kvdepot.daemon.client.connections import (
 )
 from kvdepot.daemon.wire import frames
 from kvdepot.daemon.wire.frames import Flag, FrameKind
-from kvdepot.errors import ConfigError
 
 _ASK_S_MAX: Final = 5.0
 """Longest wait of one request, so that a connection is soon free again."""
@@ -121,10 +120,7 @@ def hint_session(
     link: Link, namespace: str, name: str, deadline_s: float, call_s: float
 ) -> frames.Hinted:
     """Prefetch the prompts of a session, in one namespace or all that have it."""
-    try:
-        tag = bytes.fromhex(namespace).ljust(TAG_BYTES, b"\0")
-    except ValueError as error:
-        raise ConfigError("namespace", "is not a tag in hexadecimal") from error
+    tag = tag_from_hex(namespace) if namespace else bytes(TAG_BYTES)
     body = frames.HintBySession(tag, deadline_s).body() + name.encode()
     return _hint(link, FrameKind.HINT_SESSION, body, call_s)[0]
 

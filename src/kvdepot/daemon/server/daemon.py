@@ -200,16 +200,15 @@ class Connection:
         theirs = SpokenVersions(hello.oldest, newest, hello.format, hello.record)
         protocol = _SPOKEN.common(theirs)
         if not protocol:
-            self._refuse(frame.serial, f"{REFUSED_FOR_VERSIONS}{theirs}", _SPOKEN)
+            self._refuse(frame.serial, f"{REFUSED_FOR_VERSIONS}{theirs}")
             return None
         daemon = self._daemon
         if not daemon.admits(self.channel):
-            self._refuse(frame.serial, f"user {self.channel.peer().uid} may not use it", theirs)
+            self._refuse(frame.serial, f"user {self.channel.peer().uid} may not use it")
             return None
         client = daemon.join_client(hello.token, self.channel, protocol)
         if client is None:
-            reason = "there are too many clients, or the session is over"
-            self._refuse(frame.serial, reason, theirs)
+            self._refuse(frame.serial, "there are too many clients, or the session is over")
             return None
         self._client = client
         is_new = hello.token == frames.NO_TOKEN
@@ -220,11 +219,10 @@ class Connection:
             self.channel, client, daemon.store, daemon.memory, daemon.config, daemon.describe
         )
 
-    def _refuse(self, serial: int, reason: str, spoken: SpokenVersions) -> None:
-        """Send REFUSED. Clients of protocol 5 take a `spoken` other than theirs for the reason."""
+    def _refuse(self, serial: int, reason: str) -> None:
         self._daemon.counters.count("refused")
         _log.warning("client refused: process %d: %s", self._pid, reason)
-        refusal = {"reason": reason, "daemon": str(spoken), "pid": os.getpid()}
+        refusal = {"reason": reason, "daemon": str(_SPOKEN), "pid": os.getpid()}
         self.channel.send(FrameKind.REFUSED, serial, json.dumps(refusal).encode())
 
     def _welcome(self, serial: int, client: ClientResources, *, is_new: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvdepot.core.audit import PRODUCER_TEXT_MAX, AuditFinding
 from kvdepot.core.block import TAG_BYTES
-from kvdepot.core.keys import check_key
+from kvdepot.core.keys import check_key, tag_from_hex
 from kvdepot.daemon.server.client_resources import ClientResources
 from kvdepot.daemon.wire.frames import Peer
 from kvdepot.errors import ConfigError, WireError
@@ -98,7 +98,7 @@ class ServiceCalls:
             if registered(check_key(bytes.fromhex(given["key"]))[:TAG_BYTES]):
                 return
         elif call == "report_prefill_speed":
-            if registered(_tag(given.get("namespace", ""))):
+            if registered(tag_from_hex(given.get("namespace", ""))):
                 return
         elif service == "sessions" and "path" not in given:
             tags = self._store.sessions.namespaces_of(given.get("name", ""))
@@ -138,10 +138,3 @@ def _finding(given: Mapping[str, Any]) -> AuditFinding:
     key = check_key(bytes.fromhex(given.get("key", "")))
     producer = str(given.get("producer", ""))[:PRODUCER_TEXT_MAX]
     return AuditFinding(**{**given, "key": key, "producer": producer})
-
-
-def _tag(text: str) -> bytes:
-    try:
-        return bytes.fromhex(text)
-    except ValueError:
-        return b""

@@ -401,7 +401,7 @@ class Welcome(Fixed):
     verify: bool
     prefault: bool
     protocol: int
-    """The agreed protocol; 0: the oldest that the client offered."""
+    """The agreed protocol."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,20 +104,13 @@ class ReuseChance:
         self._all.add(asked=asked)
 
 
-def price(level: float) -> float:
-    """The chance of reuse that a block needs to be written; `level` of the bucket is 0 to 1.
-
-    0 if the bucket is at least half full, 0.5 at a quarter, 1 if it is empty.
-    """
-    return min(1.0, max(0.0, 1.0 - 2.0 * level))
-
-
 def worth_wear(chance: float, level: float) -> bool:
     """True if a block with this chance of reuse should be written.
 
-    `level`: the level of the bucket after the write; negative if the bucket has too little.
+    `level`: the level of the bucket after the write, up to 1; negative if the bucket has too
+    little. The chance must be 1 if the bucket is empty then, 0.5 at a quarter, 0 from a half on.
     """
-    return level >= 0.0 and chance >= price(level)
+    return level >= 0.0 and chance >= 1.0 - 2.0 * level
 
 
 class ThrashDetector:

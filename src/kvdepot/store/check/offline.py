@@ -30,7 +30,7 @@ from kvdepot.format.record import (
 from kvdepot.format.segment import Entries, parse_slots
 from kvdepot.io.files import Files
 from kvdepot.volumes.log.health import LogHealth
-from kvdepot.volumes.log.medium import Medium, Mounted, MountSettings, cannot_use, mount
+from kvdepot.volumes.log.medium import Medium, MountSettings, cannot_use, mount
 from kvdepot.volumes.log.metadata import MetadataLog
 from kvdepot.volumes.log.recovery import (
     Recovered,
@@ -147,7 +147,11 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[OpenedVolume]:
         stamps = StampClock(WallClock())
         metadata = mounted.open_metadata(stamps)
         try:
-            yield _volume(mounted, metadata, files, stamps)
+            medium = mounted.medium
+            health = LogHealth(medium.label, SystemClock(), settings.pauses, lambda _: None)
+            segments = SegmentSet(mounted, metadata, files, stamps, health)
+            damage = [*mounted.damage, *(f"{medium.label}: {text}" for text in metadata.damage)]
+            yield OpenedVolume(medium, segments, metadata, damage)
         except PermissionError as error:
             raise _unreadable(path, error) from error
         except OSError as error:
@@ -159,16 +163,6 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[OpenedVolume]:
             mounted.medium.close()
     finally:
         files.close()
-
-
-def _volume(
-    mounted: Mounted, metadata: MetadataLog, files: Files, stamps: StampClock
-) -> OpenedVolume:
-    medium = mounted.medium
-    health = LogHealth(medium.label, SystemClock(), mounted.settings.pauses, lambda _: None)
-    segments = SegmentSet(mounted, metadata, files, stamps, health)
-    damage = [*mounted.damage, *(f"{medium.label}: {text}" for text in metadata.damage)]
-    return OpenedVolume(medium, segments, metadata, damage)
 
 
 def examine(reader: SegmentReader, segment_id: int, entries: Entries, pace: Pace) -> list[str]:
@@ -200,7 +194,8 @@ def _look_again(path: Path, progress: Progress | None) -> AuditReport:
 
 def _look(path: Path, progress: Progress | None) -> AuditReport:
     with opened(path) as volume:
-        listed = _listed(volume)
+        entry = volume.metadata.own(MetaKind.SLOTS)
+        listed = parse_slots(entry.value or b"") if entry is not None else set[int]()
         contents, found = volume.read()
         report = AuditReport(path=str(path), segments=len(found))
         report.held_bytes = volume.segments.slot_count() * volume.segment_bytes
@@ -219,15 +214,9 @@ def _finding(volume: OpenedVolume, text: str) -> Finding:
     return Finding(where, what)
 
 
-def _listed(volume: OpenedVolume) -> set[int]:
-    """Slots that have a file according to the metadata."""
-    entry = volume.metadata.own(MetaKind.SLOTS)
-    return parse_slots(entry.value or b"") if entry is not None else set()
-
-
 def _check_files(volume: OpenedVolume, listed: set[int], report: AuditReport) -> None:
-    """Check that each listed file exists and has the size of a segment. A file that a crash left
-    half made is not listed.
+    """Check that each file that the metadata lists exists and has the size of a segment. A file
+    that a crash left half made is not listed.
     """
     expected, by_slot = volume.segment_bytes, volume.segments.by_slot
     there = sorted([*by_slot, *volume.segments.free])

@@ -1,7 +1,6 @@
 """Checks that file systems have room for the configured capacities."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,8 +36,11 @@ def shortages(config: Config) -> list[DiskRoom]:
             try:
                 if path.is_block_device() or place is None:
                     continue  # a device says its size when it is opened
-                disk = disks.setdefault(place.stat().st_dev, DiskRoom(_free_bytes(place)))
-                disk.free_bytes += sum(_segment_sizes(path))
+                found = os.statvfs(place)
+                free_bytes = found.f_bavail * found.f_frsize
+                disk = disks.setdefault(place.stat().st_dev, DiskRoom(free_bytes))
+                segments = path.glob("segment-*.kvs")
+                disk.free_bytes += sum(one.lstat().st_blocks * 512 for one in segments)
             except OSError:
                 continue  # a drive that cannot be read is left out when it is opened
             disk.wanted_bytes += tier.path_capacity
@@ -56,13 +58,3 @@ def nearest(path: Path) -> Path | None:
         except OSError:
             return None
     return None
-
-
-def _free_bytes(place: Path) -> int:
-    found = os.statvfs(place)
-    return found.f_bavail * found.f_frsize
-
-
-def _segment_sizes(path: Path) -> Iterator[int]:
-    for segment in path.glob("segment-*.kvs"):
-        yield segment.lstat().st_blocks * 512

@@ -20,7 +20,7 @@ from kvdepot.core.keys import Keys, as_words
 from kvdepot.core.sessions import KEEP_S, PinReceipt
 from kvdepot.core.units import format_bytes, format_count
 from kvdepot.errors import KVDepotError
-from kvdepot.format.record import HEAD_BYTES, PAGE
+from kvdepot.format.record import record_sizes
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.store.sessions.records import SessionRecords
 from kvdepot.store.sessions.session_table import Pin, Prompt, Sessions, unpacked
@@ -67,9 +67,7 @@ class PinnedBlocks:
 
     def sizes(self, rows: Rows) -> Rows:
         """Bytes of each block's record."""
-        payload_bytes = self._state.catalog.nbytes.array[rows].astype(np.int64)
-        sizes: Rows = HEAD_BYTES + -(-payload_bytes // PAGE) * PAGE
-        return sizes
+        return record_sizes(self._state.catalog.nbytes.array[rows])
 
     def missing(self, tag: bytes, pin: Pin) -> int:
         """Number of blocks of a pin that no durable tier has. With the store's lock."""

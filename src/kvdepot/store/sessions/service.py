@@ -61,18 +61,6 @@ class SessionService(DepotSessions):
         self._exporter = SessionExporter(engine, self._sessions)
         self._wall = wall
 
-    def start(self) -> None:
-        """Load sessions and pins from the drives, and start the background thread."""
-        self.pins.start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the threads after the store began to close. False: one is still running."""
-        return self.pins.join(timeout_s)
-
-    def write_in_time(self, timeout_s: float) -> None:
-        """Write changes to the drives, within `timeout_s`."""
-        self.pins.write_in_time(timeout_s)
-
     def name(
         self,
         name: str,

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvdepot.core.block import KEY_BYTES, BlockKey
+from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
-from kvdepot.core.keys import Keys
+from kvdepot.core.keys import Keys, as_keys
 from kvdepot.core.sessions import SessionState
 from kvdepot.index.catalog import Catalog
 from kvdepot.index.pinned_rows import PinnedRows
@@ -91,8 +91,7 @@ class Prompt:
         return unpacked(tag, self.packed)
 
     def keys(self, tag: bytes) -> list[BlockKey]:
-        raw = self.words(tag).tobytes()
-        return [BlockKey(raw[at : at + KEY_BYTES]) for at in range(0, len(raw), KEY_BYTES)]
+        return as_keys(self.words(tag))
 
 
 SESSION_ORDERS: Final[dict[str, Callable[[tuple[bytes, str, Prompt]], float]]] = {
