@@ -26,7 +26,7 @@ from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.store.routing import RoutingCalls
-from kvdepot.store.volume_set import VolumeSet
+from kvdepot.store.volume_set import VolumeSet, nothing
 
 _OPEN_MAX: Final = 256
 """Most hints of which blocks are still missing."""
@@ -81,7 +81,7 @@ class ClusterMember:
             subject(config.site, "changed"): self._others_changed,
             subject(config.site, "hint"): self._hinted,
         }
-        self._link = NatsLink(config, handlers, tick=self._look_again, came=self._look)
+        self._link = NatsLink(config, handlers, tick=self._look_again, came=volumes.look)
         volumes.on_published = self._tell
 
     def describe(self) -> dict[str, Any]:
@@ -92,18 +92,15 @@ class ClusterMember:
         return {**facts, "messages": dict(self._link.counts), "hints": hints}
 
     def close(self) -> None:
-        self._volumes.on_published = _nothing
+        self._volumes.on_published = nothing
         self._link.close()
 
     def _tell(self) -> None:
         self._link.publish(subject(self.site, "changed"), self._changed)
 
-    def _look(self) -> None:
-        self._volumes.look()
-
     def _others_changed(self, raw: bytes) -> None:
         ChangedMessage.parse(raw)
-        self._look()
+        self._volumes.look()
         for one in self._open:
             one.hurry(self._clock.now())
 
@@ -123,7 +120,7 @@ class ClusterMember:
             found = self._routing.prefetch(keys, hint.within_s).resident
             self._hints["followed"] += 1
             if found < len(keys) and self._volumes.are_shared:
-                self._look()
+                self._volumes.look()
                 self._open.append(OpenHint(keys[found:], due_s, self._clock.now()))
 
     def _prompts(self, hint: HintMessage) -> Iterator[list[BlockKey]]:
@@ -167,8 +164,4 @@ class ClusterMember:
         self._hints["open"] = len(self._open)
         if has_looked and now_s >= self._refresh_s:
             self._refresh_s = now_s + _REFRESH_S
-            self._look()
-
-
-def _nothing() -> None:
-    """Do nothing: the store has no site."""
+            self._volumes.look()

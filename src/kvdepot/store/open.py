@@ -19,7 +19,7 @@ from kvdepot.index.catalog import Catalog
 from kvdepot.index.pinned_rows import PinnedRows
 from kvdepot.io.files import Files
 from kvdepot.memory.arena import Arena, open_arena, open_cxl_arena
-from kvdepot.memory.memory import HugePages, Memory, trim_heap
+from kvdepot.memory.memory import HugePages, trim_heap
 from kvdepot.policy.eviction import order_named
 from kvdepot.policy.placing.memory_levels import ReturnTimes
 from kvdepot.store.drives.disk_room import shortages
@@ -115,7 +115,7 @@ def assemble(
     touched = [arena] * config.dram.prefault
     touched += [staging] * (config.dram.prefault or config.writeback.prefault)
     for one in touched:
-        one.memory.prefault(partial(_register, configured, one.memory))
+        one.memory.prefault(partial(configured.register_memory, one.memory))
     if cxl and config.dram.prefault:
         cxl.memory.prefault(bool)
     memory = StoreMemory([arena, cxl] if cxl else [arena], staging, return_times)
@@ -144,11 +144,6 @@ def _take_in(
                 for part in parts:
                     lower.queue.owed.recall(part.words, part.stamps)
     return pinned
-
-
-def _register(configured: ConfiguredVolumes, memory: Memory) -> None:
-    """Register faulted-in memory with the I/O engines."""
-    configured.register_memory(memory)
 
 
 def _lock(config: Config, arenas: Sequence[Arena]) -> None:

@@ -63,7 +63,7 @@ class VolumeSet:
         """Numbers of volumes that are known to be down."""
         self.woken = threading.Event()
         """Set when the state or contents of a volume have changed."""
-        self.on_published: Callable[[], None] = _nothing
+        self.on_published: Callable[[], None] = nothing
         """Called when changes of this node were published."""
         self._lock = threading.Lock()
         """Guards the news of all volumes; held briefly."""
@@ -311,5 +311,5 @@ class VolumeSet:
         return np.isin(places >> SEGMENT_SHIFT, old)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Does nothing: no other node uses these volumes."""

@@ -193,7 +193,7 @@ class HttpService:
         except OSError as error:
             self._socket.close()
             raise ConfigError("--http-cert", f"cannot be used: {error}") from error
-        self._thread = threading.Thread(target=self._run, name="kvdepot-http", daemon=True)
+        self._thread = threading.Thread(target=self._server.run, name="kvdepot-http", daemon=True)
 
     def start(self) -> None:
         """Start the thread of the server. Does not block."""
@@ -213,9 +213,6 @@ class HttpService:
         self._served.archives.close()
         self._served.metrics.close()
         self._served.events.detach()
-
-    def _run(self) -> None:
-        self._server.run()
 
 
 class Refusal(BaseModel):

@@ -83,17 +83,13 @@ class Connection:
         self.channel = channel
         self._daemon = daemon
         self._pid = channel.peer().pid
-        self._client: ClientResources | None = None
+        self.client: ClientResources | None = None
         self._handler: RequestHandler | None = None
-
-    @property
-    def client(self) -> ClientResources | None:
-        return self._client
 
     @property
     def is_over(self) -> bool:
         """True if its client was disconnected, or its process has ended."""
-        return self._client is not None and self._client.over
+        return self.client is not None and self.client.over
 
     def on_readable(self) -> None:
         """Serve a frame, or pass it to a worker. Called by the loop when one arrived. Does not
@@ -114,10 +110,10 @@ class Connection:
         gone = True
         try:
             self.channel.cut()
-            gone = self._client is not None and self._client.leave(self.channel)
+            gone = self.client is not None and self.client.leave(self.channel)
         finally:  # a daemon that stops waits for all connections
-            if self._client is not None and gone:
-                self._daemon.forget(self._client)
+            if self.client is not None and gone:
+                self._daemon.forget(self.client)
                 _log.info("client disconnected: process %d", self._pid)
             self.channel.close()
             self._daemon.ended(self)
@@ -178,10 +174,10 @@ class Connection:
             self._daemon.counters.count("failed")
             said = "a request of process %d failed by a bug in kvdepot, disconnected"
             _log.error(said, self._pid, cause=error)
-        if self._client is None:
+        if self.client is None:
             self.end()
         else:
-            self._client.hang_up()
+            self.client.hang_up()
             self._return_to_loop()
 
     def _greet(self) -> RequestHandler | None:
@@ -210,7 +206,7 @@ class Connection:
         if client is None:
             self._refuse(frame.serial, "there are too many clients, or the session is over")
             return None
-        self._client = client
+        self.client = client
         is_new = hello.token == frames.NO_TOKEN
         self._welcome(frame.serial, client, is_new=is_new)
         if is_new:

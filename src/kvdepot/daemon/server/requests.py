@@ -174,7 +174,10 @@ class RequestHandler:
         head, description = frames.split(frames.Register, frame.body)
         size = BlockSize(head.block_bytes, head.chunk_bytes)
         try:
-            _parse_json(description, "a description")
+            json.loads(description)
+        except (ValueError, RecursionError) as error:
+            raise WireError("a description that is not JSON") from error
+        try:
             self._client.register(head.tag, size, description)
         except ConfigError as error:
             self._refuse(frame, error.path, error)
@@ -381,13 +384,6 @@ def _blocks(keys: Keys, span: tuple[int, int] = (0, 0)) -> Array:
     rows["key"] = keys
     rows["start"], rows["stop"] = span
     return rows
-
-
-def _parse_json(text: bytes, what: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"{what}: not JSON") from error
 
 
 def _session_name(raw: bytes) -> str:

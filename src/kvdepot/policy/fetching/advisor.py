@@ -21,7 +21,6 @@ from kvdepot.policy.fetching.fetch_or_recompute import (
 )
 from kvdepot.policy.fetching.queue_plan import Company, MatchedPrompt, decide_jointly
 from kvdepot.policy.fetching.speed_models import (
-    CROSSOVER_TOKENS,
     PrefillModel,
     PrefillPace,
     TierModel,
@@ -104,11 +103,10 @@ class Advisor:
         self,
         engine: EngineFeatures,
         profiles: Mapping[str, TierProfile | None],
-        crossover_tokens: float = CROSSOVER_TOKENS,
         prefill: PrefillPace | None = None,
     ) -> None:
         self.engine = engine
-        self.prefill = PrefillModel(crossover_tokens, prefill)
+        self.prefill = PrefillModel(known=prefill)
         self.tiers = {tier: TierModel(profile) for tier, profile in profiles.items()}
         self.log = DecisionLog()
         self._passed_over = dict.fromkeys(self.tiers, 0)

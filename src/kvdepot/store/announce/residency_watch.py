@@ -93,7 +93,7 @@ class ResidencyWatch:
             come = np.where(told & _SILENT, 0, now & ~told)
             rows = np.flatnonzero(come)[:limit]
             if not len(rows):
-                self._settle()
+                self._settled = self._state.catalog.visible(), self._all_up()
                 return _nothing()
             words = self._state.catalog.table.words(rows)
             self._words[rows] = words
@@ -120,9 +120,6 @@ class ResidencyWatch:
             and np.array_equal(before[0], catalog.visible())
             and np.array_equal(self._told, self._mark.array)
         )
-
-    def _settle(self) -> None:
-        self._settled = self._state.catalog.visible(), self._all_up()
 
     def _all_up(self) -> bool:
         return not self._state.volumes.down

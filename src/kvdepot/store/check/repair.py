@@ -52,7 +52,9 @@ def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
     there is none. A segment that cannot be read or written is not changed and listed as failed.
     """
     report = RepairReport()
-    sizes = _file_sizes(path)
+    files = path.glob("segment-??????.kvs") if path.is_dir() else ()
+    numbered = [file for file in files if file.stem[-6:].isdigit()]
+    sizes = {int(file.stem[-6:]): file.stat().st_size for file in numbered}
     with opened(path, writable=True) as volume:
         if any(": superblock: " in text for text in volume.damage):
             report.done.append(Finding("superblock", "written anew"))
@@ -91,11 +93,6 @@ def _repair_metadata(volume: OpenedVolume, slots: list[int], report: RepairRepor
             return slots
         report.done.append(Finding("metadata", "both copies written anew"))
     return slots if whole else []
-
-
-def _file_sizes(path: Path) -> dict[int, int]:
-    files = path.glob("segment-??????.kvs") if path.is_dir() else ()
-    return {int(file.stem[-6:]): file.stat().st_size for file in files if file.stem[-6:].isdigit()}
 
 
 def _recover(volume: OpenedVolume, slots: list[int], report: RepairReport) -> list[Recovered]:

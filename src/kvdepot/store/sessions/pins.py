@@ -17,7 +17,7 @@ from kvdepot.core.clock import Clock
 from kvdepot.core.depot import Durability, FlushReport
 from kvdepot.core.endurance import DAY_S
 from kvdepot.core.keys import Keys, as_words
-from kvdepot.core.sessions import KEEP_S, PinReceipt
+from kvdepot.core.sessions import PinReceipt
 from kvdepot.core.units import format_bytes, format_count
 from kvdepot.errors import KVDepotError
 from kvdepot.format.record import record_sizes
@@ -205,9 +205,6 @@ class PinManager:
         self.tally()
         return ended
 
-    def default_until_s(self, for_s: float | None) -> float:
-        return self._wall.now() + (KEEP_S if for_s is None else for_s)
-
     def look(self) -> None:
         """End expired pins, pin blocks that were stored again, and drop sessions that were not
         named for `sessions.ttl`.
@@ -345,7 +342,8 @@ class PinManager:
 
     def _write_down(self, name: str, granted: dict[bytes, Pin], before: dict[bytes, Pin]) -> None:
         """Make the pins durable. RefusedPinError: that failed, and nothing has changed."""
-        if self._records.write(sync_s=self._write_timeout_s()):
+        tiers = self._state.lower_tiers
+        if self._records.write(sync_s=max(lower.config.write_timeout for lower in tiers)):
             return
         with self._state.lock:
             for tag, pin in granted.items():
@@ -355,9 +353,6 @@ class PinManager:
                         before[tag].held[:] = False
                         self._sessions.set_pin(tag, name, before[tag])
         raise RefusedPinError("the pin could not be written", hint="see kvdepot tiers list")
-
-    def _write_timeout_s(self) -> float:
-        return max(lower.config.write_timeout for lower in self._state.lower_tiers)
 
 
 _WHY: Final = {

@@ -11,6 +11,7 @@ from kvdepot.core.clock import Clock
 from kvdepot.core.depot import checked_deadline
 from kvdepot.core.keys import Keys, as_words
 from kvdepot.core.sessions import (
+    KEEP_S,
     DepotSessions,
     Facts,
     PinReceipt,
@@ -138,25 +139,17 @@ class SessionService(DepotSessions):
         until_s: float | None = None,
         for_s: float | None = None,
         namespace: str = "",
+        uid: int | None = None,
     ) -> PinReceipt:
-        return self.pin_for(os.getuid(), name, until_s=until_s, for_s=for_s, namespace=namespace)
-
-    def pin_for(
-        self,
-        uid: int,
-        name: str,
-        *,
-        until_s: float | None = None,
-        for_s: float | None = None,
-        namespace: str = "",
-    ) -> PinReceipt:
-        """`pin` for a user of the machine, whose pins it counts with."""
+        """`uid`: the user of the machine whose pins it counts with; by default this process's."""
         tags = self._tags(name, namespace)
         if until_s is not None and for_s is not None:
             raise ConfigError("pin", "give an end or a duration, not both")
-        end_s = self.pins.default_until_s(for_s) if until_s is None else until_s
+        if until_s is None:
+            until_s = self._wall.now() + (KEEP_S if for_s is None else for_s)
+        owner = f"user {os.getuid() if uid is None else uid}"
         with self._state.using:
-            return self.pins.grant(name, tags, end_s, f"user {uid}")
+            return self.pins.grant(name, tags, until_s, owner)
 
     def unpin(self, name: str, *, namespace: str = "") -> int:
         ended = self.pins.end(name, self._tags(name, namespace))

@@ -51,7 +51,7 @@ class Descriptions:
         with self._state.lock:
             count, _ = self._handles.get(tag, (0, b""))
             self._handles[tag] = (count + 1, description)
-            if self._kept.get(tag) == description and not self._is_shared():
+            if self._kept.get(tag) == description and not self._state.volumes.are_shared:
                 return
             self.missing.add(tag)
         if self._write(tag, description):
@@ -112,9 +112,6 @@ class Descriptions:
     def _remote(self) -> dict[bytes, bytes]:
         """Descriptions of other nodes on shared volumes, by tag."""
         return self._state.volumes.metadata.remote_values(MetaKind.NAMESPACE)
-
-    def _is_shared(self) -> bool:
-        return any(lower.volumes.is_remote for lower in self._state.lower_tiers)
 
     def _write(self, tag: bytes, description: bytes) -> bool:
         """Write a description. False: not all volumes have it."""
