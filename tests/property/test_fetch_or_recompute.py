@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from kvdepot.policy.fetching.fetch_or_recompute import (
     EXPLORE_BYTES,
     Decision,
-    EngineFeatures,
     EngineQueue,
     PromptLengths,
     TierRun,
@@ -46,7 +45,7 @@ queues = st.builds(
     decodes=st.sampled_from([0, 3, 200]),
     decode_context_tokens=st.sampled_from([0, 100_000]),
 )
-engines = st.builds(EngineFeatures, chunk_tokens=st.sampled_from([256, 2048, 100_000]))
+chunks = st.sampled_from([256, 2048, 100_000])
 
 
 @st.composite
@@ -63,24 +62,24 @@ def matches(draw: st.DrawFn, tiers: tuple[str, ...] = TIERS) -> tuple[PromptLeng
 
 
 every_tier = st.fixed_dictionaries(dict.fromkeys(TIERS, paces))
-facts = st.tuples(matches(), prefills, every_tier, queues, engines)
+facts = st.tuples(matches(), prefills, every_tier, queues, chunks)
 Facts = tuple[
     tuple[PromptLengths, list[TierRun]],
     PrefillPace,
     dict[str, TierPace],
     EngineQueue,
-    EngineFeatures,
+    int,
 ]
 
 
 def choose(given_facts: Facts) -> Decision:
-    (prompt, runs), prefill, tiers, queue, engine = given_facts
-    return decide(prompt, runs, prefill, tiers, queue, engine)
+    (prompt, runs), prefill, tiers, queue, chunk_tokens = given_facts
+    return decide(prompt, runs, prefill, tiers, queue, chunk_tokens)
 
 
 def first_token_s(given_facts: Facts, blocks: int) -> float:
     """The time to the first token when so many blocks are fetched, block by block."""
-    (prompt, runs), pace, tiers, queue, engine = given_facts
+    (prompt, runs), pace, tiers, queue, chunk_tokens = given_facts
     ends: dict[str, float] = {}
     left = blocks
     for run in runs:
@@ -92,7 +91,7 @@ def first_token_s(given_facts: Facts, blocks: int) -> float:
             ends[run.tier] = begin + taken * block_bytes * tiers[run.tier].byte_s
     fetch_s = max(ends.values(), default=0.0)
     step_s = pace.step_s + pace.token_s * queue.decodes + pace.pair_s * queue.decode_context_tokens
-    chunk = max(engine.chunk_tokens - queue.decodes, 1)
+    chunk = max(chunk_tokens - queue.decodes, 1)
     queue_s = queue.ahead_tokens * (step_s / chunk + pace.token_s)
     queue_s += queue.ahead_attention * pace.pair_s
     first = prompt.local_tokens // prompt.block_tokens
@@ -132,9 +131,9 @@ def test_the_deadline_lies_between_the_fetch_and_a_recompute(given_facts: Facts)
 
 @given(facts, st.sets(st.sampled_from(TIERS)))
 def test_what_is_not_known_bounds_what_is_risked(given_facts: Facts, unknown: set[str]) -> None:
-    (prompt, runs), prefill, tiers, queue, engine = given_facts
+    (prompt, runs), prefill, tiers, queue, chunk_tokens = given_facts
     known = {tier: None if tier in unknown else pace for tier, pace in tiers.items()}
-    decision = decide(prompt, runs, prefill, known, queue, engine)
+    decision = decide(prompt, runs, prefill, known, queue, chunk_tokens)
     asked = sum(
         run.size_bytes * blocks / run.blocks
         for run, blocks in zip(runs, decision.by_run, strict=True)
@@ -143,7 +142,7 @@ def test_what_is_not_known_bounds_what_is_risked(given_facts: Facts, unknown: se
     largest = max((run.size_bytes / run.blocks for run in runs if run.blocks), default=0.0)
     assert asked <= max(EXPLORE_BYTES, largest)
     assert decision.deadline_s <= decision.recompute_s
-    blind = decide(prompt, runs, None, known, queue, engine)
+    blind = decide(prompt, runs, None, known, queue, chunk_tokens)
     assert blind.deadline_s < inf
     assert blind.predicted_s == inf
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from tests.support.fetch_world import TIER, Machine, Request
 
 from kvdepot.policy.fetching.fetch_or_recompute import (
-    EngineFeatures,
     EngineQueue,
     PromptLengths,
     TierRun,
@@ -123,6 +122,6 @@ def choose(rush: Rush, request: Request, queue: EngineQueue, busy_s: float) -> i
         PrefillPace(machine.step_s, machine.token_s, machine.pair_s),
         {TIER: TierPace(machine.latency_s + busy_s, 1.0 / rush.bandwidth_bytes_s)},
         queue,
-        EngineFeatures(chunk_tokens=machine.chunk_tokens),
+        machine.chunk_tokens,
     )
     return decision.cut_blocks

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, exp
 
 from kvdepot.policy.fetching.advisor import Advice, Advisor, Probe
-from kvdepot.policy.fetching.fetch_or_recompute import EngineFeatures, PromptLengths, TierRun
+from kvdepot.policy.fetching.fetch_or_recompute import PromptLengths, TierRun
 from kvdepot.policy.fetching.speed_models import TierProfile, Transfer, attention_work
 
 TIER = "tier"
@@ -171,9 +171,8 @@ class World:
 
 
 def new_world(machine: Machine, bandwidth: float) -> World:
-    engine = EngineFeatures(chunk_tokens=machine.chunk_tokens)
     profile = TierProfile(machine.latency_s, bandwidth)
-    return World(machine, bandwidth, Advisor(engine, {TIER: profile}))
+    return World(machine, bandwidth, Advisor(machine.chunk_tokens, {TIER: profile}))
 
 
 @dataclass(frozen=True, slots=True)

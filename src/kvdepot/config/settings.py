@@ -612,7 +612,7 @@ class EventsConfig:
                 f"{address!r} is not an address",
                 hint="write tcp://HOST:PORT, such as tcp://127.0.0.1:5557, or ipc:///PATH",
             )
-        if host is not None and not self.allow_remote and not _is_loopback(host[1]):
+        if host is not None and not self.allow_remote and not is_loopback(host[1]):
             raise ConfigError(
                 path,
                 f"{host[1]} can be reached from other machines, and token ids are private",
@@ -620,7 +620,7 @@ class EventsConfig:
             )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -15,7 +15,6 @@ import numpy as np
 
 from kvdepot.index.table import Rows
 from kvdepot.policy.fetching.fetch_or_recompute import (
-    EngineFeatures,
     PromptLengths,
     TierRun,
 )
@@ -202,10 +201,10 @@ class ModelWorker:
             rate = min(tier.drives.rate_bytes_per_s(tier.block_bytes), self.link.bytes_per_s)
             wait_s = max(tier.drives.wait_s(now_s), self.link.wait_s(now_s))
             paces[tier.name] = TierPace(wait_s, 1.0 / rate, 0.0)
-        engine, queue = EngineFeatures(chunk_tokens=pace.chunk_tokens), self.gpu.queue()
+        queue, chunk_tokens = self.gpu.queue(), pace.chunk_tokens
         company = self._company if self.rules.considers else Company
         prompt = self._matched(running, where)
-        decision = decide_jointly(prompt, pace.prefill, paces, queue, engine, company)
+        decision = decide_jointly(prompt, pace.prefill, paces, queue, chunk_tokens, company)
         self._loads[running.served.number] = now_s + decision.fetch_s, decision.backoff_s
         return decision.cut_blocks
 

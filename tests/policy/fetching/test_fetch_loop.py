@@ -31,7 +31,7 @@ from tests.support.fetch_world import (
 )
 
 from kvdepot.policy.fetching.advisor import Advice, Advisor
-from kvdepot.policy.fetching.fetch_or_recompute import EngineFeatures, PromptLengths, TierRun
+from kvdepot.policy.fetching.fetch_or_recompute import PromptLengths, TierRun
 from kvdepot.policy.fetching.speed_models import TierModel, TierProfile, Transfer
 
 WITHIN = 1.10
@@ -75,7 +75,7 @@ def test_it_switches_both_ways_under_load(machine: Machine, slow: float, seed: i
 @pytest.mark.parametrize("speed", [1e9, 1e6])
 def test_it_starts_from_nothing(speed: float, seed: int) -> None:
     """No profile, no step seen: the first requests find out."""
-    advisor = Advisor(EngineFeatures(chunk_tokens=SMALL.chunk_tokens), {TIER: None})
+    advisor = Advisor(SMALL.chunk_tokens, {TIER: None})
     world, rng = World(SMALL, speed, advisor), random.Random(seed)
     [step] = throttle(world, [speed], lambda: requests(SMALL, 25, NOISE, rng), SWITCH_WITHIN)
     assert step.of_the_better <= WITHIN

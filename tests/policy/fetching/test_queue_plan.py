@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvdepot.core.first_token import Reason
 from kvdepot.policy.fetching.fetch_or_recompute import (
     Decision,
-    EngineFeatures,
     EngineQueue,
     PromptLengths,
     TierRun,
@@ -32,7 +31,7 @@ from kvdepot.policy.fetching.queue_plan import (
 from kvdepot.policy.fetching.speed_models import PrefillPace, TierPace
 
 PACE = PrefillPace(0.0, 1 / 31_000, 0.0)
-ENGINE = EngineFeatures(chunk_tokens=8192)
+CHUNK_TOKENS = 8192
 TOKEN_BYTES = 131_072
 SSD = {"ssd": TierPace(0.0, 1 / (22_000 * TOKEN_BYTES), 0.1)}
 """A disk that gives 22,000 tokens a second beside an engine that computes 31,000."""
@@ -67,7 +66,7 @@ def prompt(tokens: int = 10_000, local: int = 5_000) -> MatchedPrompt:
 
 def choose(company: Company, busy_s: float = 0.0) -> Decision:
     queue = EngineQueue(busy_s=busy_s)
-    return decide_jointly(prompt(), PACE, SSD, queue, ENGINE, lambda: company)
+    return decide_jointly(prompt(), PACE, SSD, queue, CHUNK_TOKENS, lambda: company)
 
 
 def sum_s(model: QueueModel, chosen: Sequence[FetchOption]) -> float:
@@ -154,8 +153,8 @@ def test_no_prompt_pays_more_than_its_share(
     """Whatever is gained for the others; and nobody else there means the same as before."""
     tiers = {"ssd": TierPace(1e-4, 1 / (disk_tokens_s * TOKEN_BYTES), 0.1)}
     one, queue = prompt(tokens, local // 250 * 250), EngineQueue(ahead, busy_s=busy_s)
-    alone = decide(one.lengths, one.runs, PACE, tiers, queue, ENGINE)
-    found = decide_jointly(one, PACE, tiers, queue, ENGINE, lambda: company)
+    alone = decide(one.lengths, one.runs, PACE, tiers, queue, CHUNK_TOKENS)
+    found = decide_jointly(one, PACE, tiers, queue, CHUNK_TOKENS, lambda: company)
     assert found.cut_blocks >= alone.cut_blocks
     if not company:
         assert found == alone
@@ -172,8 +171,8 @@ def test_what_is_not_known_is_decided_as_before(known: bool) -> None:
     pace = PACE if known else None
     tiers: dict[str, TierPace | None] = {"ssd": None} if known else dict(SSD)
     one = prompt()
-    found = decide_jointly(one, pace, tiers, queue, ENGINE, lambda: company)
-    assert found == decide(one.lengths, one.runs, pace, tiers, queue, ENGINE)
+    found = decide_jointly(one, pace, tiers, queue, CHUNK_TOKENS, lambda: company)
+    assert found == decide(one.lengths, one.runs, pace, tiers, queue, CHUNK_TOKENS)
     assert found.recompute_s == inf or found.reason is Reason.EXPLORE
 
 

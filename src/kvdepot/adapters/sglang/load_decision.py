@@ -17,7 +17,7 @@ from typing import Any, Final
 from kvdepot.core.depot import MEMORY_TIERS
 from kvdepot.core.volume import TIER_NAMES
 from kvdepot.policy.fetching.advisor import Advisor, Probe
-from kvdepot.policy.fetching.fetch_or_recompute import EngineFeatures, PromptLengths, TierRun
+from kvdepot.policy.fetching.fetch_or_recompute import PromptLengths, TierRun
 from kvdepot.policy.fetching.speed_models import (
     TierProfile,
     Transfer,
@@ -56,7 +56,7 @@ class LoadDecider:
         self._clock = clock
         self._lock = threading.Lock()
         self.advisor = Advisor(
-            EngineFeatures(chunk_tokens=chunk_tokens),
+            chunk_tokens,
             {tier: starting_profile(tier, drives.get(tier), None) for tier in TIER_NAMES},
         )
         self._begun: OrderedDict[str, tuple[str, float]] = OrderedDict()

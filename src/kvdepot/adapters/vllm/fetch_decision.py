@@ -27,7 +27,6 @@ from kvdepot.errors import UnsafePathError
 from kvdepot.policy.fetching.advisor import Advisor
 from kvdepot.policy.fetching.fetch_or_recompute import (
     Decision,
-    EngineFeatures,
     EngineQueue,
     PromptLengths,
     TierRun,
@@ -89,7 +88,7 @@ class FetchDecider:
         self._next_write_s = 0.0
         speeds = read_speeds(speeds_path) if speeds_path is not None else LearnedSpeeds()
         self.advisor = Advisor(
-            EngineFeatures(chunk_tokens=chunk_tokens),
+            chunk_tokens,
             {
                 tier: starting_profile(tier, drives.get(tier), speeds.tiers.get(tier))
                 for tier in TIER_NAMES

@@ -6,6 +6,7 @@ Functions that are not coroutines may block: they run in threads.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -216,21 +217,21 @@ changes = APIRouter(
 @changes.post("/drives")
 def add_drive(here: Here, tier: Tier, said: bodies.DriveBody, response: Response) -> Answer:
     """Add a drive to a tier."""
-    work = lambda: here.store.volumes.add(tier, said.path)  # noqa: E731
+    work = partial(here.store.volumes.add, tier, said.path)
     return _change(here, tier, f"add {said.path} to {tier}", work, response)
 
 
 @changes.post("/drain")
 def drain(here: Here, tier: Tier, said: bodies.DriveBody, response: Response) -> Answer:
     """Move a drive's blocks to the other drives, then remove it from the tier."""
-    work = lambda: here.store.volumes.drain(tier, said.path)  # noqa: E731
+    work = partial(here.store.volumes.drain, tier, said.path)
     return _change(here, tier, f"drain {said.path} of {tier}", work, response)
 
 
 @changes.put("/capacity")
 def resize(here: Here, tier: Tier, said: bodies.CapacityBody, response: Response) -> Answer:
     """Change the capacity of a tier."""
-    work = lambda: here.store.volumes.resize(tier, said.capacity)  # noqa: E731
+    work = partial(here.store.volumes.resize, tier, said.capacity)
     return _change(here, tier, f"resize {tier} to {said.capacity}", work, response)
 
 
@@ -238,7 +239,7 @@ def resize(here: Here, tier: Tier, said: bodies.CapacityBody, response: Response
 def set_mode(here: Here, tier: Tier, said: bodies.Mode, response: Response) -> Answer:
     """Change the write mode of a tier."""
     mode = said.mode.value
-    work = lambda: here.store.volumes.set_write_mode(tier, mode)  # noqa: E731
+    work = partial(here.store.volumes.set_write_mode, tier, mode)
     return _change(here, tier, f"set the write mode of {tier} to {mode}", work, response)
 
 

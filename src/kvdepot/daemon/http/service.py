@@ -1,6 +1,5 @@
 """The HTTP server of a daemon: a thread with an event loop, and two for calls that may block."""
 
-import ipaddress
 import logging
 import os
 import socket
@@ -24,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import kvdepot
+from kvdepot.config.settings import is_loopback
 from kvdepot.core.log import RateLimitedLog, RepeatFilter
 from kvdepot.daemon.http import api
 from kvdepot.daemon.http.archives import ARCHIVE_BYTES_MAX, ArchiveMover
@@ -69,12 +69,7 @@ class HttpSettings:
 
     @property
     def is_loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def token(self) -> bytes:
         """Read the token; empty without a token file. ConfigError if it cannot be used."""

@@ -14,7 +14,6 @@ import numpy as np
 from kvdepot.core.first_token import Reason
 from kvdepot.policy.fetching.fetch_or_recompute import (
     Decision,
-    EngineFeatures,
     EngineQueue,
     PromptLengths,
     TierRun,
@@ -28,7 +27,7 @@ from kvdepot.policy.fetching.speed_models import (
 )
 
 KEPT: Final = 256
-"""Latest decisions of each reason that the error statistics cover."""
+"""Latest decisions that the error statistics cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +44,21 @@ class PredictionError:
 
 
 class DecisionLog:
-    """Predicted and actual times to the first token of the latest decisions of each reason."""
+    """Predicted and actual times to the first token of the latest decisions."""
 
     def __init__(self) -> None:
-        self._pairs = {reason: deque[tuple[float, float]](maxlen=KEPT) for reason in Reason}
+        self._pairs = deque[tuple[float, float]](maxlen=KEPT)
         self.counts = dict.fromkeys(Reason, 0)
 
     def record(self, decision: Decision, actual_s: float) -> None:
         """Count a decision, and record its times if it has a finite prediction."""
         self.counts[decision.reason] += 1
         if isfinite(decision.predicted_s) and actual_s > 0.0:
-            self._pairs[decision.reason].append((decision.predicted_s, actual_s))
+            self._pairs.append((decision.predicted_s, actual_s))
 
-    def error(self, reason: Reason | None = None) -> PredictionError | None:
-        """The errors of one reason or of all; None without decisions."""
-        reasons = Reason if reason is None else [reason]
-        pairs = np.array([pair for each in reasons for pair in self._pairs[each]])
+    def error(self) -> PredictionError | None:
+        """The errors of the predictions; None without decisions."""
+        pairs = np.array(self._pairs)
         if not len(pairs):
             return None
         predicted, actual = pairs.T
@@ -96,16 +94,17 @@ class Advice:
 class Advisor:
     """The models of one engine and its tiers.
 
-    `profiles`: None for a tier that was not measured; `prefill`: the pace learnt before, if any.
+    `chunk_tokens`: the most new tokens of one step of the engine. `profiles`: None for a tier that
+    was not measured. `prefill`: the pace learnt before, if any.
     """
 
     def __init__(
         self,
-        engine: EngineFeatures,
+        chunk_tokens: int,
         profiles: Mapping[str, TierProfile | None],
         prefill: PrefillPace | None = None,
     ) -> None:
-        self.engine = engine
+        self._chunk_tokens = chunk_tokens
         self.prefill = PrefillModel(known=prefill)
         self.tiers = {tier: TierModel(profile) for tier, profile in profiles.items()}
         self.log = DecisionLog()
@@ -129,7 +128,7 @@ class Advisor:
             tier: model.pace(outstanding_bytes.get(tier, 0)) for tier, model in self.tiers.items()
         }
         matched, prefill = MatchedPrompt(prompt, runs), self.prefill.pace()
-        decision = decide_jointly(matched, prefill, paces, queue, self.engine, company)
+        decision = decide_jointly(matched, prefill, paces, queue, self._chunk_tokens, company)
         return Advice(decision, self._probe(decision, runs, outstanding_bytes))
 
     def profiles(self) -> dict[str, TierProfile]:

@@ -1,6 +1,6 @@
 """Decides which blocks of a matched prefix to fetch; the engine recomputes the rest.
 
-A pure function of the paces of tiers and prefill, the queue, and the features of the engine.
+A pure function of the paces of tiers and prefill, the queue, and the steps of the engine.
 Prefill of a block needs the KV of all tokens before it, so a plan is a cut: the blocks before it
 are fetched, those after it are recomputed. Blocks can be fetched while the engine computes others.
 """
@@ -67,14 +67,6 @@ class EngineQueue:
     busy_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFeatures:
-    """Features of the engine."""
-
-    chunk_tokens: int
-    """The most new tokens of one step."""
-
-
 class PrefillTimes:
     """Prefill times of one prompt; element i of an array is the time with i blocks in place."""
 
@@ -84,13 +76,14 @@ class PrefillTimes:
         blocks: int,
         pace: PrefillPace,
         queue: EngineQueue,
-        engine: EngineFeatures,
+        chunk_tokens: int,
     ) -> None:
+        """`chunk_tokens`: the most new tokens of one step of the engine."""
         self.blocks = blocks
         # Requests that decode take their share of every step, in time and in tokens.
         step_s = pace.step_s + pace.token_s * queue.decodes
         step_s += pace.pair_s * queue.decode_context_tokens
-        chunk = float(max(engine.chunk_tokens - queue.decodes, 1))
+        chunk = float(max(chunk_tokens - queue.decodes, 1))
         self.queue_s = queue.busy_s + step_s * queue.ahead_tokens / chunk
         self.queue_s += pace.token_s * queue.ahead_tokens + pace.pair_s * queue.ahead_attention
         first = prompt.local_tokens // prompt.block_tokens * prompt.block_tokens
@@ -177,18 +170,19 @@ def decide(
     prefill: PrefillPace | None,
     tiers: Mapping[str, TierPace | None],
     queue: EngineQueue,
-    engine: EngineFeatures,
+    chunk_tokens: int,
 ) -> Decision:
     """The plan with the shortest predicted time to the first token; of equals, the longest fetch.
 
     `runs`: the matched blocks in order, from the first one that the engine does not have in full,
     each in the fastest tier that has it. `tiers`: the pace of each tier; None if it is unknown.
+    `chunk_tokens`: the most new tokens of one step of the engine.
     The predicted time is never longer than the better of fetching all and recomputing all.
     """
     asked = _askable(runs, tiers)
     blocks = sum(run.blocks for run in asked)
     if prefill is not None:
-        times = PrefillTimes(prompt, blocks, prefill, queue, engine)
+        times = PrefillTimes(prompt, blocks, prefill, queue, chunk_tokens)
         paces = _paces(asked, tiers, EXPLORE_SHARE * times.saved_s(blocks))
         fetch_s = fetch_seconds(asked, paces)
         finish_s = times.finish_s(fetch_s)

@@ -14,7 +14,6 @@ from typing import Final
 from kvdepot.core.first_token import Reason
 from kvdepot.policy.fetching.fetch_or_recompute import (
     Decision,
-    EngineFeatures,
     EngineQueue,
     FetchPlan,
     PrefillTimes,
@@ -177,12 +176,8 @@ def decide_separately(model: QueueModel, prompts: Sequence[QueuedPrompt]) -> lis
     """Choose for one prompt after the other the shortest time to its first token."""
     chosen: list[FetchOption] = []
     for prompt in prompts:
-        chosen.append(
-            min(
-                reversed(prompt.options),
-                key=lambda option: model.finish_s([*chosen, option])[0][-1],
-            )
-        )
+        last_first = reversed(prompt.options)
+        chosen.append(min(last_first, key=lambda one: model.finish_s([*chosen, one])[0][-1]))
     return chosen
 
 
@@ -191,7 +186,7 @@ def decide_jointly(
     prefill: PrefillPace | None,
     tiers: Mapping[str, TierPace | None],
     queue: EngineQueue,
-    engine: EngineFeatures,
+    chunk_tokens: int,
     company: Callable[[], Company],
 ) -> Decision:
     """Like `decide`, but fetches more if the other requests gain more than this one loses.
@@ -201,14 +196,14 @@ def decide_jointly(
     requests. `company` is called only if that decision leaves blocks to recompute.
     """
     runs = prompt.runs
-    alone = decide(prompt.lengths, runs, prefill, tiers, queue, engine)
+    alone = decide(prompt.lengths, runs, prefill, tiers, queue, chunk_tokens)
     blocks = sum(run.blocks for run in runs)
     paces = {tier: pace for tier, pace in tiers.items() if pace is not None}
     unknown = prefill is None or any(run.tier not in paces for run in runs)
     if unknown or alone.cut_blocks == blocks or not (others := company()):
         return alone
     assert prefill is not None
-    times = PrefillTimes(prompt.lengths, blocks, prefill, queue, engine)
+    times = PrefillTimes(prompt.lengths, blocks, prefill, queue, chunk_tokens)
     waits_s = {tier: pace.wait_s for tier, pace in paces.items()}
     losers = ANSWER_SHARE * others.answered + others.behind
     model = QueueModel(waits_s, times.queue_s, others.loads, losers)
@@ -216,7 +211,7 @@ def decide_jointly(
     for other in others.waiting[:WAITING_MAX]:
         known = [run for run in other.runs if run.tier in paces]
         count = sum(run.blocks for run in known)
-        its_times = PrefillTimes(other.lengths, count, prefill, queue, engine)
+        its_times = PrefillTimes(other.lengths, count, prefill, queue, chunk_tokens)
         options.append(_options(known, paces, its_times, count))
     own_s = alone.predicted_s + sum(load.ready_s + load.work_s for load in others.loads)
     (chosen, *_), finish_s, due_s = _within_stretch(model, options, own_s)
