@@ -300,9 +300,6 @@ class Sessions:
                 break
         return found
 
-    def everything(self) -> list[tuple[bytes, str, Prompt]]:
-        return [(tag, name, one) for tag, some in self._known.items() for name, one in some.items()]
-
     def bytes_of(self, tag: bytes, prompt: Prompt) -> dict[str, int]:
         """Bytes of a prompt's blocks in each tier."""
         catalog = self._catalog
