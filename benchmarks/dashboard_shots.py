@@ -15,9 +15,9 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.browser import Browser  # noqa: E402
 from tests.support.http_daemon import HttpDaemon  # noqa: E402
+from tests.support.store_contract import flood, prompt, put, space_of, tiers  # noqa: E402
 
 from kvdepot.core.first_token import FirstToken, Reason  # noqa: E402
-from kvdepot.testing.store_contract import flood, prompt, put, space_of, tiers  # noqa: E402
 
 IMAGES: Final = ROOT / "docs" / "images"
 SHOTS: Final = (("light", 1100, False), ("dark", 1100, True), ("phone", 400, False))

@@ -25,19 +25,14 @@ from hypothesis import HealthCheck, settings
 _SUPPORT = {f"tests.support.{path.stem}" for path in Path(__file__).parent.glob("support/*.py")}
 pytest.register_assert_rewrite("kvdepot.testing", *(_SUPPORT - sys.modules.keys()))
 
+from tests.support.daemon_store import DaemonStore, open_daemon
 from tests.support.failures import HangError
 from tests.support.forked_daemons import ForkServer
 from tests.support.order_of_tests import longest_first
+from tests.support.store_contract import OpenDepot
 
 from kvdepot.depot import Depot
-from kvdepot.testing.daemons import (
-    DaemonProcess,
-    DaemonStore,
-    RunningCommand,
-    open_daemon,
-    run_command,
-)
-from kvdepot.testing.store_contract import OpenDepot
+from kvdepot.testing.daemons import DaemonProcess, RunningCommand, run_command
 
 THREAD_PREFIX = "kvdepot"
 THREADS_END_WITHIN_S = 60.0

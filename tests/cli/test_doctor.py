@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.other_user import OTHER_USERS, needs_other_user, shared_folder
+from tests.support.store_contract import small
 
 import kvdepot
 from kvdepot.bench.raw import nameless
@@ -18,7 +19,6 @@ from kvdepot.cli.doctor import Check
 from kvdepot.cli.main import main
 from kvdepot.core.private import make_private_folder
 from kvdepot.io.speed import VolumeBenchmark
-from kvdepot.testing.store_contract import small
 
 Seen = pytest.CaptureFixture[str]
 MIB = 1 << 20

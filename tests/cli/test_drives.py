@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import prompt, put, space_of
 from tests.support.waiting import eventually
 
 import kvdepot
@@ -15,7 +16,6 @@ from kvdepot.config.settings import load
 from kvdepot.core.metadata import MetaKind
 from kvdepot.io.speed import Profile
 from kvdepot.testing.emulation import DriveModel, open_emulated
-from kvdepot.testing.store_contract import prompt, put, space_of
 
 Seen = pytest.CaptureFixture[str]
 MODEL = DriveModel(read_bandwidth=400_000_000, write_bandwidth=400_000_000, seek=0.001)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from tests.support.other_user import OTHER_USERS, as_other_user, needs_other_user, shared_folder
+from tests.support.store_contract import prompt, put, small, space_of
 
 import kvdepot
 from kvdepot.cli.directories import scratch_directory, write_page
 from kvdepot.core.private import make_private_folder, open_private_file, replace_private_file
 from kvdepot.daemon.server.listener import Listener
 from kvdepot.errors import KVDepotError
-from kvdepot.testing.store_contract import prompt, put, small, space_of
 
 MEDDLE = """
 def tries(what, *arguments):

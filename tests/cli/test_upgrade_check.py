@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import small
 
 import kvdepot
 from kvdepot.cli.main import main
@@ -14,7 +15,6 @@ from kvdepot.format.metadata import VolumeHeader
 from kvdepot.format.segment import FORMAT
 from kvdepot.native import checksum
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import small
 
 Seen = pytest.CaptureFixture[str]
 

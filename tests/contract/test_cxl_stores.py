@@ -5,11 +5,7 @@ from typing import Any
 
 import pytest
 from tests.support.cxl_world import settle
-
-from kvdepot.depot import Depot
-from kvdepot.store.open import open_store
-from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import (
+from tests.support.store_contract import (
     InPlaceContract,
     OpenDepot,
     StoreContract,
@@ -19,6 +15,10 @@ from kvdepot.testing.store_contract import (
     space_of,
     touch,
 )
+
+from kvdepot.depot import Depot
+from kvdepot.store.open import open_store
+from kvdepot.store.store import Store
 
 
 @pytest.fixture

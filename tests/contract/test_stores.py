@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import InPlaceContract, OpenDepot, StoreContract, small
 
 from kvdepot.depot import Depot
 from kvdepot.store.open import open_store
-from kvdepot.testing.store_contract import InPlaceContract, OpenDepot, StoreContract, small
 
 
 @pytest.fixture

@@ -22,13 +22,13 @@ from tests.support.failing_disks import (
     verified_hits,
     works_again,
 )
+from tests.support.store_contract import tiers
 from tests.support.waiting import eventually, until
 
 from kvdepot.config.settings import load
 from kvdepot.core.block import PutResult
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import tiers
 
 DELAY_S = 0.02
 FAST, SLOW = 24_000_000, 1_200_000

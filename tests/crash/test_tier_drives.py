@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 from tests.support.drive_traffic import BAD, DRIVES, Traffic, bad_volume, is_up, opened, spread
 from tests.support.failing_disks import unplug
+from tests.support.store_contract import prompt, put, space_of, tiers
 from tests.support.waiting import eventually
 
 from kvdepot.core.volume import Volume
@@ -20,7 +21,6 @@ from kvdepot.io.files import Files
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import DriveModel, EmulatedFiles
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
-from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
 pytestmark = pytest.mark.crash
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from tests.support.daemon_clients import StartDaemon
+from tests.support.store_contract import small
 
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import small
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import small
 
 import kvdepot
 from kvdepot.cli.main import build_parser, main
 from kvdepot.config.settings import MIB, Config, load
 from kvdepot.core.units import parse_bytes
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import small
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

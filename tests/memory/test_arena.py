@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+from tests.support.store_contract import touch
 
 import kvdepot
 from kvdepot.format.record import PAGE, record_bytes
 from kvdepot.memory.arena import CHUNK, Arena, slab_chunks
 from kvdepot.memory.memory import Memory
-from kvdepot.testing.store_contract import touch
 
 CAPACITY = 8 << 20
 

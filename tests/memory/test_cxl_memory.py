@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from tests.support.cxl_world import MIB, settings, settle
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 
 import kvdepot
 from kvdepot.config.settings import load
 from kvdepot.errors import ConfigError
 from kvdepot.memory.memory import Memory
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 
 NODES = Path("/sys/devices/system/node")
 numa = pytest.mark.skipif(not (NODES / "node0").exists(), reason="no NUMA nodes")

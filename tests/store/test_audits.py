@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import WAIT_S, prompt, put, small, space_of, tiers
 
 import kvdepot
 from kvdepot.core.audit import AuditFinding, producer_id
@@ -17,7 +18,6 @@ from kvdepot.format.record import HEAD_BYTES, Kind, filled_producer, producer_of
 from kvdepot.store.alerts import alerts
 from kvdepot.store.metrics import values
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import WAIT_S, prompt, put, small, space_of, tiers
 
 FINE = {"matches": True, "error": 0.001, "tolerance": 0.01, "layer": 3, "producer": "engine 2"}
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 from tests.support.stores import settings
 
 import kvdepot
@@ -12,7 +13,6 @@ from kvdepot.core.block import BlockKey
 from kvdepot.errors import ConfigError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 
 
 def stored_apart(path: Path) -> tuple[list[BlockKey], list[BlockKey]]:

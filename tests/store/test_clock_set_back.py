@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from tests.support.store_contract import WAIT_S, prompt, put, small, space_of
+
 from kvdepot.config.settings import load
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.clocks import ManualClock
-from kvdepot.testing.store_contract import WAIT_S, prompt, put, small, space_of
 
 
 def opened(path: Path, clock: ManualClock) -> Store:

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.store_contract import prompt, put, space_of, tiers
+
 import kvdepot
 from kvdepot.config.settings import load
 from kvdepot.io.files import Files, Ops, Pending
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
 THREADS_MAX = 40
 

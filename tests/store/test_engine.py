@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.store_contract import prompt, put, small, space_of
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.keys import Keys
@@ -14,7 +15,6 @@ from kvdepot.index.catalog import Catalog
 from kvdepot.store.engine import Caller
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import prompt, put, small, space_of
 
 CALLER = Caller("a test")
 DRAM = TIER_NAMES.index("dram")

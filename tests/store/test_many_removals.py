@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from tests.support.store_contract import prompt, put, small, space_of
+
 import kvdepot
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import prompt, put, small, space_of
 
 CALLS, KEYS = 60, 500
 LOG_BYTES = 1 << 20

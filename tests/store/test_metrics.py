@@ -11,6 +11,18 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.store_contract import (
+    BLOCK_BYTES,
+    LAYOUT,
+    TOKENS,
+    WAIT_S,
+    flood,
+    prompt,
+    put,
+    small,
+    space_of,
+    tiers,
+)
 from tests.support.waiting import until
 
 import kvdepot
@@ -23,18 +35,6 @@ from kvdepot.store.events import FirstTokenReported, Took
 from kvdepot.store.metrics import METRICS, values
 from kvdepot.store.observers.activity import Activity
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import (
-    BLOCK_BYTES,
-    LAYOUT,
-    TOKENS,
-    WAIT_S,
-    flood,
-    prompt,
-    put,
-    small,
-    space_of,
-    tiers,
-)
 
 ROOT = Path(__file__).parents[2]
 SITE = {

@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.support.store_contract import WAIT_S, prompt, put, small, space_of
 
 import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import WAIT_S, prompt, put, small, space_of
 from kvdepot.volumes.log.metadata import COPIES
 
 

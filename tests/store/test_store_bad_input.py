@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 import pytest
+from tests.support.store_contract import touch
 
 import kvdepot
 from kvdepot.core.depot import NamespaceHandle
@@ -24,7 +25,6 @@ from kvdepot.errors import (
     StoreClosedError,
 )
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import touch
 
 BLOCK = 16384
 LAYOUT = kvdepot.KVLayout.opaque(BLOCK, 16, 4)

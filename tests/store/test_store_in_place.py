@@ -1,18 +1,18 @@
 """Offloading and onboarding in place, where the store is our own; the laws that every store obeys
-are in kvdepot.testing.store_contract."""
+are in tests.support.store_contract."""
 
 import errno
 import threading
 from pathlib import Path
 
 import pytest
+from tests.support.store_contract import BLOCK_BYTES, Collector, expected, fill, prompt, space_of
 
 import kvdepot
 from kvdepot.config.settings import load
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
-from kvdepot.testing.store_contract import BLOCK_BYTES, Collector, expected, fill, prompt, space_of
 
 
 def config(path: Path | None, dram: int = 4 << 20) -> kvdepot.Config:

@@ -29,6 +29,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from tests.support.smuggled_requests import MALFORMED, Echo, attempt, request
+from tests.support.store_contract import small
 
 import kvdepot
 from kvdepot.adapters.llama_cpp.http_front import ProxyServer
@@ -36,7 +37,6 @@ from kvdepot.adapters.llama_cpp.proxy import LlamaProxy
 from kvdepot.adapters.llama_cpp.server_link import LinkSettings
 from kvdepot.core.private import write_private_file
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import small
 
 TOKEN: Final = "0123456789abcdef-token"
 ATTACKS: Final = ("silent", "slow head", "slow body", "malformed", "pooled", "deaf")

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from tests.support.store_contract import prompt, put, space_of
 from tests.support.stores import settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.testing.emulation import DriveModel
-from kvdepot.testing.store_contract import prompt, put, space_of
 
 SLOW = DriveModel(read_bandwidth=2 * 10**6, write_bandwidth=10**8, seek=0.005)
 """A drive that takes long enough for something else to happen meanwhile."""

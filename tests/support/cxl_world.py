@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.store_contract import prompt, put, space_of
+
 from kvdepot.core.block import BlockKey
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import prompt, put, space_of
 
 MIB = 1 << 20
 

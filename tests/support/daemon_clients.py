@@ -15,13 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.support.failures import check_data
+from tests.support.store_contract import BLOCK_BYTES, LAYERS, prompt, put, space_of, tiers, touch
 
 import kvdepot
 from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.core.depot import Arrival, NamespaceHandle
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import BLOCK_BYTES, LAYERS, prompt, put, space_of, tiers, touch
 
 StartDaemon = Callable[..., DaemonProcess]
 PROMPTS, BLOCKS = 40, 12

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 from tests.support.waiting import eventually
 
 from kvdepot.config.settings import load
@@ -16,7 +17,6 @@ from kvdepot.core.volume import Volume, volume_of
 from kvdepot.io.files import Files
 from kvdepot.store.open import Mode, assemble
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 
 DRIVES = 3
 BAD = 1

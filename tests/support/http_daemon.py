@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.support.store_contract import small
+
 from kvdepot.config.settings import load
 from kvdepot.core.private import write_private_file
 from kvdepot.daemon.http.service import HttpService, HttpSettings
@@ -15,7 +17,6 @@ from kvdepot.daemon.server.daemon import Daemon
 from kvdepot.daemon.server.listener import Listener
 from kvdepot.errors import ConfigError
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import small
 
 
 class Reply:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.failures import HangError, check_data
+from tests.support.store_contract import touch
 from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import touch
 
 TOKENS = 16
 SIZES = (16384, 49152)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import prompt, put, space_of, tiers
 from tests.support.stores import settings
 
 import kvdepot
@@ -17,7 +18,6 @@ from kvdepot.errors import ConfigError
 from kvdepot.io.files import Ops, aligned, io_ops
 from kvdepot.native import READ, address_of
 from kvdepot.testing.emulation import DriveModel, EmulatedFiles, open_emulated
-from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
 MODEL = DriveModel(read_bandwidth=10 << 20, write_bandwidth=5 << 20, seek=0.02, latency=0.001)
 BLOCK = 64 << 10

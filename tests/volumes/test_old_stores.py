@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import prompt, put, small, space_of
 
 import kvdepot
 from kvdepot.errors import FormatError, KVDepotError
 from kvdepot.native import checksum
 from kvdepot.store.check.offline import audit
 from kvdepot.store.check.repair import repair
-from kvdepot.testing.store_contract import prompt, put, small, space_of
 
 PAGE = 4096
 STORE = "23bc1c1c-1c64-4c0e-8967-b738d9270817"

@@ -1,7 +1,6 @@
 """Tools for authors of volumes and for tests of a store, shipped with the package.
 
 contract   the laws of core.volume.Volume as a test class to subclass (needs pytest and Hypothesis)
-store_contract   the laws of an embedded store or of a daemon's, as a test class
 daemons    daemons in processes of their own, to be stopped, killed and started again
 fakes      a volume in memory; faulty, slow and counting wrappers around any volume
 emulation  emulated drives, for tests and as a plug-in volume

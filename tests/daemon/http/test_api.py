@@ -15,6 +15,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 from tests.support.http_daemon import HttpDaemon, ask
+from tests.support.store_contract import (
+    BLOCK_BYTES,
+    LAYOUT,
+    TOKENS,
+    prompt,
+    put,
+    small,
+    space_of,
+    tiers,
+)
 from tests.support.waiting import until
 
 import kvdepot
@@ -27,16 +37,6 @@ from kvdepot.daemon.http.guard import BODY_BYTES_MAX, AccessRules, Guard, RateLi
 from kvdepot.daemon.http.service import HttpSettings
 from kvdepot.errors import ConfigError
 from kvdepot.store.metrics import values
-from kvdepot.testing.store_contract import (
-    BLOCK_BYTES,
-    LAYOUT,
-    TOKENS,
-    prompt,
-    put,
-    small,
-    space_of,
-    tiers,
-)
 
 TOKEN = "0123456789abcdef-token"
 

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
 from tests.support.http_daemon import HttpDaemon
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 from tests.support.waiting import until
 
 from kvdepot.core.block import BlockKey
@@ -23,7 +24,6 @@ from kvdepot.daemon.http import archives
 from kvdepot.daemon.http.archives import ARCHIVES_MAX, MEDIA, ArchiveMover, UploadedArchive
 from kvdepot.store.sessions.archive import MAGIC, _digest
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 
 TOKEN = "0123456789abcdef"
 BLOCKS = 4

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.browser import BINARY, Browser
 from tests.support.http_daemon import HttpDaemon
+from tests.support.store_contract import TOKENS, flood, prompt, put, small, space_of, tiers
 from tests.support.waiting import until
 
 from kvdepot.core.first_token import FirstToken, Reason
-from kvdepot.testing.store_contract import TOKENS, flood, prompt, put, small, space_of, tiers
 
 TOKEN = "0123456789abcdef-token"
 IMAGES = Path(__file__).parents[3] / "docs" / "images"

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.http_daemon import HttpDaemon
-
-from kvdepot.testing.store_contract import prompt, put, space_of
+from tests.support.store_contract import prompt, put, space_of
 
 TOKEN = "0123456789abcdef-token"
 ANYTHING = st.recursive(

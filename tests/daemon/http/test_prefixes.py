@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from tests.support.http_daemon import HttpDaemon
+from tests.support.store_contract import BLOCK_BYTES, LAYOUT, TOKENS
 
 from kvdepot.core.depot import NamespaceHandle
 from kvdepot.daemon.http.guard import RATE, AccessRules, Guard
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import BLOCK_BYTES, LAYOUT, TOKENS
 
 TOKEN = "0123456789abcdef-token"
 PROMPT = list(range(300, 300 + 6 * TOKENS))

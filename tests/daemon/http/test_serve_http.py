@@ -7,12 +7,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.daemon_clients import StartDaemon
 from tests.support.http_daemon import ask
+from tests.support.store_contract import TOKENS, prompt, put, space_of, tiers
 
 import kvdepot
 from kvdepot.cli.command import address
 from kvdepot.cli.main import main
 from kvdepot.cli.stats import screen
-from kvdepot.testing.store_contract import TOKENS, prompt, put, space_of, tiers
 
 Seen = pytest.CaptureFixture[str]
 SPEED, WATTS = "ledger.prefill_tokens_per_s=10", "ledger.gpu_watts=700"

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.http_daemon import HttpDaemon
-
-from kvdepot.testing.store_contract import TOKENS, prompt, put, space_of, tiers
+from tests.support.store_contract import TOKENS, prompt, put, space_of, tiers
 
 TOKEN = "0123456789abcdef"
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemon_clients import StartDaemon
+from tests.support.store_contract import prompt, put, small, space_of, tiers
 
 import kvdepot
 from kvdepot.cli.main import main
@@ -13,7 +14,6 @@ from kvdepot.core.audit import AuditFinding
 from kvdepot.core.block import BlockKey, PutResult
 from kvdepot.errors import ConfigError
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import prompt, put, small, space_of, tiers
 
 Seen = pytest.CaptureFixture[str]
 

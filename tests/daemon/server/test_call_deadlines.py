@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, space_of
 
 import kvdepot
 from kvdepot.core.block import BlockKey
@@ -14,7 +15,6 @@ from kvdepot.daemon.wire import frames
 from kvdepot.daemon.wire.frames import FrameKind
 from kvdepot.depot import Depot
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of
 
 BLOCKS, A_FRAME = 12, 4
 TIME_S = 60.0

@@ -10,6 +10,7 @@ import threading
 import pytest
 from tests.support.daemon_clients import ClientProcess, StartDaemon
 from tests.support.raw_client import RawClient
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 from tests.support.waiting import eventually
 
 import kvdepot
@@ -17,7 +18,6 @@ from kvdepot.core.block import ANSWERS, PutResult
 from kvdepot.daemon.wire.frames import Fetch, Flag, FrameKind, Number, Seconds, pack
 from kvdepot.errors import DaemonError
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 
 
 def held(store: kvdepot.Depot) -> tuple[int, int, int]:
@@ -238,7 +238,7 @@ def test_what_is_fetched_and_not_released_is_limited(daemon: DaemonProcess) -> N
 
 FORKER = """
 import ctypes, os, signal, sys, kvdepot
-from kvdepot.testing.store_contract import prompt, space_of
+from tests.support.store_contract import prompt, space_of
 from tests.support.mappings import arenas
 
 store = kvdepot.open(sys.argv[1])

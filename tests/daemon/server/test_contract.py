@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-from kvdepot.testing.store_contract import InPlaceContract, OpenDepot, StoreContract, small
+from tests.support.store_contract import InPlaceContract, OpenDepot, StoreContract, small
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from tests.support.daemon_clients import ClientProcess, StartDaemon
+from tests.support.store_contract import prompt, space_of, tiers
 from tests.support.waiting import eventually
 
 import kvdepot
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import prompt, space_of, tiers
 
 ROOMY = 256 << 20
 

@@ -6,13 +6,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-
-import kvdepot
-from kvdepot.core.depot import Arrival
-from kvdepot.depot import Depot
-from kvdepot.testing.daemons import DaemonStore, open_daemon
-from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import (
+from tests.support.daemon_store import DaemonStore, open_daemon
+from tests.support.store_contract import (
     BLOCK_BYTES,
     LAYERS,
     InPlaceContract,
@@ -24,6 +19,11 @@ from kvdepot.testing.store_contract import (
     space_of,
     tiers,
 )
+
+import kvdepot
+from kvdepot.core.depot import Arrival
+from kvdepot.depot import Depot
+from kvdepot.testing.images import payload_for
 
 MIB = 1 << 20
 LAYER_BYTES = BLOCK_BYTES // LAYERS

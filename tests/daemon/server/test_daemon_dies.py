@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.daemon_clients import StartDaemon
 from tests.support.mappings import arenas
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers, touch
 from tests.support.waiting import eventually
 
 import kvdepot
@@ -23,7 +24,6 @@ from kvdepot.errors import ConfigError, DaemonError
 from kvdepot.testing.clocks import ManualClock
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers, touch
 
 AWAY = GetResult(None, "failed")
 

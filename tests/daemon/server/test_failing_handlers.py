@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.raw_client import RawClient
+from tests.support.store_contract import prompt, put, small, space_of, tiers
 from tests.support.waiting import until
 
 import kvdepot
@@ -19,7 +20,6 @@ from kvdepot.daemon.server.daemon import Daemon
 from kvdepot.daemon.server.listener import Listener
 from kvdepot.daemon.server.requests import RequestHandler
 from kvdepot.daemon.wire.frames import FrameKind, Number, Seconds
-from kvdepot.testing.store_contract import prompt, put, small, space_of, tiers
 
 ERRORS = [OverflowError, KeyError, MemoryError]
 VERBS = [

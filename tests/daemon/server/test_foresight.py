@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.support.daemon_clients import StartDaemon
 from tests.support.raw_client import RawClient
+from tests.support.store_contract import LAYOUT, MANY, prompt, put, small, space_of, tiers
 from tests.support.stores import settings
 from tests.support.waiting import eventually
 
@@ -31,7 +32,6 @@ from kvdepot.store.audits import AuditService
 from kvdepot.store.drives.maintenance import VolumeMaintenance
 from kvdepot.store.sessions.service import SessionService
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import LAYOUT, MANY, prompt, put, small, space_of, tiers
 
 CRAWLING = {"read_bandwidth": "100kB", "write_bandwidth": "100MB", "seek": "5ms"}
 FAST = {"read_bandwidth": "1GB", "write_bandwidth": "1GB"}

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.raw_client import RawClient, hello
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, small, space_of, tiers
 from tests.support.waiting import eventually
 
 import kvdepot
@@ -35,7 +36,6 @@ from kvdepot.daemon.wire.frames import (
     with_table,
 )
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, small, space_of, tiers
 
 SLOW = (FrameKind.SERVICE, FrameKind.FLUSH, FrameKind.REMOVE_NAMESPACE)
 QUESTIONS = [kind for kind in FrameKind if kind < FrameKind.WELCOME]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.raw_client import RawClient
+from tests.support.store_contract import small
 
 import kvdepot
 from kvdepot.config.settings import load
@@ -15,7 +16,6 @@ from kvdepot.daemon.client import connections as client_side
 from kvdepot.daemon.server import daemon as server_side
 from kvdepot.daemon.server.daemon import Daemon
 from kvdepot.daemon.server.listener import Listener
-from kvdepot.testing.store_contract import small
 
 WAIT_S = 20.0
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from tests.support.daemon_clients import StartDaemon
+from tests.support.store_contract import prompt, put, small, space_of, tiers
 
 import kvdepot
 from kvdepot.cli.main import main
 from kvdepot.errors import ConfigError
 from kvdepot.sim.traces import read_trace
-from kvdepot.testing.store_contract import prompt, put, small, space_of, tiers
 
 Seen = pytest.CaptureFixture[str]
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 from tests.support.daemon_clients import StartDaemon
+from tests.support.store_contract import prompt, put, space_of
 
 import kvdepot
 from kvdepot.cli.main import main
-from kvdepot.testing.store_contract import prompt, put, space_of
 
 Seen = pytest.CaptureFixture[str]
 

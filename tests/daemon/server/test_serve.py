@@ -14,6 +14,15 @@ from pathlib import Path
 
 import pytest
 from tests.support.daemon_clients import StartDaemon
+from tests.support.store_contract import (
+    BLOCK_BYTES,
+    LAYOUT,
+    TOKENS,
+    prompt,
+    put,
+    space_of,
+    tiers,
+)
 from tests.support.waiting import eventually, until
 
 import kvdepot
@@ -24,15 +33,6 @@ from kvdepot.daemon.wire.versions import PROTOCOL, PROTOCOL_OLDEST, SpokenVersio
 from kvdepot.errors import DaemonError
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import (
-    BLOCK_BYTES,
-    LAYOUT,
-    TOKENS,
-    prompt,
-    put,
-    space_of,
-    tiers,
-)
 
 TINY = ["--set", "dram.capacity=2MiB", "--set", "dram.prefault=false"]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from tests.support.daemon_clients import StartDaemon
+from tests.support.store_contract import TOKENS, prompt, put, space_of, tiers
 
 import kvdepot
 from kvdepot.cli.main import main
 from kvdepot.cli.session import parse_moment
 from kvdepot.errors import ConfigError
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import TOKENS, prompt, put, space_of, tiers
 
 Seen = pytest.CaptureFixture[str]
 

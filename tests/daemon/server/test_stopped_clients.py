@@ -15,6 +15,7 @@ import pytest
 from tests.support.daemon_clients import StartDaemon
 from tests.support.failures import check_data
 from tests.support.raw_client import RawClient
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, small, space_of, tiers
 from tests.support.stores import settings
 from tests.support.waiting import until
 
@@ -29,14 +30,13 @@ from kvdepot.daemon.wire.versions import PROTOCOL
 from kvdepot.store.store import Store
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, small, space_of, tiers
 
 CLIENT = """
 import json, os, signal, sys
 import kvdepot
 from kvdepot.daemon.client import put as putting, remote
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, space_of
 
 store = kvdepot.open(sys.argv[1])
 space = space_of(store)

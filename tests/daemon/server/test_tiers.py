@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from tests.support.daemon_clients import StartDaemon
+from tests.support.store_contract import prompt, put, small, space_of, tiers
 
 import kvdepot
 from kvdepot.cli.main import main
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import prompt, put, small, space_of, tiers
 
 Seen = pytest.CaptureFixture[str]
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from tests.support.daemon_clients import StartDaemon
+from tests.support.store_contract import BLOCK_BYTES, TOKENS, small, space_of
 
 import kvdepot
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, small, space_of
 
 
 def test_what_clients_put_and_fill_is_kept_with_its_token_ids(

@@ -12,13 +12,13 @@ from tests.support.other_user import (
     other_user_running,
     shared_folder,
 )
+from tests.support.store_contract import small
 
 import kvdepot
 from kvdepot.cli.main import main
 from kvdepot.daemon.server.listener import Listener
 from kvdepot.errors import DaemonError, UnsafePathError
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import small
 
 LISTEN = """
 listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.cold_prompt import left_on_the_hard_drive
+from tests.support.store_contract import prompt, put, small, space_of, tiers
 from tests.support.stores import settings
 from tests.support.waiting import eventually
 
@@ -19,7 +20,6 @@ from kvdepot.daemon.server.listener import Listener
 from kvdepot.depot import Depot
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import prompt, put, small, space_of, tiers
 
 WAIT_S = 20.0
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.raw_client import RawClient, hello
+from tests.support.store_contract import prompt, put, small, space_of
 
 import kvdepot
 from kvdepot.core.namespace import FORMAT_VERSION
@@ -14,7 +15,6 @@ from kvdepot.daemon.wire.versions import PROTOCOL, PROTOCOL_OLDEST, SpokenVersio
 from kvdepot.errors import DaemonError
 from kvdepot.format.record import VERSION as RECORD_VERSION
 from kvdepot.testing.daemons import DaemonProcess
-from kvdepot.testing.store_contract import prompt, put, small, space_of
 
 OLD = SpokenVersions(PROTOCOL_OLDEST, PROTOCOL_OLDEST, FORMAT_VERSION, RECORD_VERSION)
 

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.store_contract import prompt, put, small, space_of
 
 import kvdepot
 from kvdepot.config.settings import load
 from kvdepot.daemon.server.daemon import Daemon
 from kvdepot.daemon.server.listener import Listener
 from kvdepot.store.volume_set import VolumeSet
-from kvdepot.testing.store_contract import prompt, put, small, space_of
 
 LONG_S = 1e5
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.store_contract import prompt, put, space_of, tiers
 from tests.support.stores import blocks_in, counter, settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey, CopyState
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
 
 @pytest.fixture

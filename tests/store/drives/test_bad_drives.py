@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import prompt, put, space_of, tiers
 from tests.support.stores import settings
 from tests.support.waiting import eventually, until
 
@@ -20,7 +21,6 @@ from kvdepot.errors import DriveError, KVDepotError, StoreBusyError, UnsafePathE
 from kvdepot.store.check.offline import audit
 from kvdepot.store.check.repair import repair
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
 pytestmark = pytest.mark.usefixtures("quick_watchdog")
 Harm = Callable[[Path], None]

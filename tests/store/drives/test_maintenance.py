@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import prompt, put, space_of, tiers
 from tests.support.stores import settings
 from tests.support.waiting import until
 
@@ -31,7 +32,6 @@ from kvdepot.store.volume_entry import VolumeEntry
 from kvdepot.store.volume_set import VolumeSet
 from kvdepot.testing.emulation import DriveModel, open_emulated
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
-from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
 pytestmark = pytest.mark.usefixtures("quick_watchdog")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 from tests.support.stores import blocks_in, counter, settings
 from tests.support.waiting import eventually
 
@@ -16,7 +17,6 @@ from kvdepot.format.record import PAGE, record_bytes
 from kvdepot.policy.placing.demotion import DemotionFacts, worth_demoting
 from kvdepot.policy.placing.write_mode import WriteMode, promotes, targets
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 
 BACK, THROUGH, SELECTIVE, PASS = WriteMode
 PAGES = record_bytes(BLOCK_BYTES) // PAGE

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from tests.support.store_contract import prompt, put, small, space_of
 
 from kvdepot.config.settings import load
 from kvdepot.store.open import assemble
-from kvdepot.testing.store_contract import prompt, put, small, space_of
 
 ORDERS = ["default", "lru", "fifo", "lfu", "s3fifo"]
 

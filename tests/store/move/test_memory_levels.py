@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.cxl_world import MIB, damage, fill, opened, places, settings, settle
+from tests.support.store_contract import BLOCK_BYTES, LAYERS, prompt, put, space_of, tiers
 from tests.support.stores import counter
 
 import kvdepot
@@ -18,7 +19,6 @@ from kvdepot.core.depot import Arrival
 from kvdepot.native import address_of
 from kvdepot.store.store import Store
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import BLOCK_BYTES, LAYERS, prompt, put, space_of, tiers
 
 LAYER_BYTES = BLOCK_BYTES // LAYERS
 

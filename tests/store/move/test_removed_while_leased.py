@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, space_of
 
 from kvdepot.config.settings import load
 from kvdepot.core.block import BlockKey
@@ -21,7 +22,6 @@ from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.images import payload_for
 from kvdepot.testing.power import PowerFiles
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of
 
 BLOCKS = 40
 

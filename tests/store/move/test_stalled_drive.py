@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.store_contract import prompt, put, space_of
 from tests.support.stores import settings
 from tests.support.waiting import eventually
 
@@ -13,7 +14,6 @@ from kvdepot.store.move import mover
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
-from kvdepot.testing.store_contract import prompt, put, space_of
 
 ENOUGH_S = 20.0
 """Many times longer than any call may take here, and much shorter than the stall."""

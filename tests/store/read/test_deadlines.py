@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 from tests.support.stores import counter, settings
 
 from kvdepot.config.settings import load
@@ -14,7 +15,6 @@ from kvdepot.store.open import assemble
 from kvdepot.store.read import reader as store_reader
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fault, FaultyFiles, Operation, Stall
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 from kvdepot.volumes.log import reader
 
 BLOCKS = 32

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.cold_prompt import SLOW, left_on_the_hard_drive
+from tests.support.store_contract import prompt, put, space_of, tiers
 from tests.support.stores import settings
 
 import kvdepot
@@ -20,7 +21,6 @@ from kvdepot.format.record import record_bytes
 from kvdepot.store.read.prefetch import Hint
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import open_emulated
-from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
 BLOCKS = 10
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from tests.support.cold_prompt import left_on_the_hard_drive
+from tests.support.store_contract import put, space_of, tiers
 from tests.support.stores import settings
 
 import kvdepot
 from kvdepot.core.block import BlockKey
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import put, space_of, tiers
 
 BLOCKS = 12
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from tests.support.cold_prompt import SLOW, left_on_the_hard_drive
+from tests.support.store_contract import space_of, tiers
 from tests.support.stores import settings
 
 from kvdepot.core.block import BlockKey
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import open_emulated
-from kvdepot.testing.store_contract import space_of, tiers
 
 BLOCKS = 12
 

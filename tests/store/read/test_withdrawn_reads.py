@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, small, space_of
 
 from kvdepot.config.settings import load
 from kvdepot.core.block import CopyState
 from kvdepot.store.open import assemble
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, small, space_of
 from kvdepot.volumes.log.elevator import Elevator
 
 

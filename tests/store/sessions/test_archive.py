@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import BLOCK_BYTES, TOKENS, prompt, put, small, space_of, tiers
 
 import kvdepot
 from kvdepot.core.block import BlockKey
@@ -16,7 +17,6 @@ from kvdepot.errors import ConfigError, FormatError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 from kvdepot.testing.images import payload_for
-from kvdepot.testing.store_contract import BLOCK_BYTES, TOKENS, prompt, put, small, space_of, tiers
 
 BLOCKS = 4
 IDS = [1, *range(1, TOKENS * BLOCKS)]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.store_contract import LAYOUT, TOKENS, prompt, put, small, space_of, tiers
 from tests.support.stores import settings
 
 import kvdepot
@@ -18,7 +19,6 @@ from kvdepot.index.pinned_rows import PinnedRows
 from kvdepot.store.sessions.session_table import Sessions
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import DriveModel, open_emulated
-from kvdepot.testing.store_contract import LAYOUT, TOKENS, prompt, put, small, space_of, tiers
 
 SLOW = DriveModel(read_bandwidth=10**8, write_bandwidth=10**8, seek=0.001)
 

@@ -6,6 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.store_contract import (
+    LAYOUT,
+    TOKENS,
+    WAIT_S,
+    flood,
+    prompt,
+    put,
+    small,
+    space_of,
+    tiers,
+)
 
 import kvdepot
 from kvdepot.config.settings import LedgerConfig, load
@@ -23,17 +34,6 @@ from kvdepot.store.observers.ledger import (
 )
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import (
-    LAYOUT,
-    TOKENS,
-    WAIT_S,
-    flood,
-    prompt,
-    put,
-    small,
-    space_of,
-    tiers,
-)
 
 TOKEN_S, PAIR_S = 2e-3, 1e-5
 SPEED = 4.0

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.store_contract import LAYOUT, prompt, put, small, space_of
 from tests.support.waiting import until
 
 import kvdepot
@@ -19,7 +20,6 @@ from kvdepot.daemon.wire.frames import Peer
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.clocks import ManualClock
-from kvdepot.testing.store_contract import LAYOUT, prompt, put, small, space_of
 from kvdepot.volumes.records import BlockingReads
 
 pytestmark = pytest.mark.usefixtures("quick_watchdog")

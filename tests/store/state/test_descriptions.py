@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, space_of
 from tests.support.stores import settings
 from tests.support.waiting import until
 
@@ -14,7 +15,6 @@ from kvdepot.core.depot import NamespaceHandle
 from kvdepot.core.metadata import MetaKind
 from kvdepot.errors import ConfigError
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of
 
 SECRET_NAME = "tenant-whose-name-must-go"
 

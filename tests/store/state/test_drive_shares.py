@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 from tests.support.stores import PROFILE
 from tests.support.waiting import eventually
 
@@ -19,7 +20,6 @@ from kvdepot.io.files import Files
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.emulation import DriveModel, EmulatedFiles
-from kvdepot.testing.store_contract import BLOCK_BYTES, prompt, put, space_of, tiers
 
 FASTER = 3.0
 MODEL = DriveModel(read_bandwidth=100_000_000, write_bandwidth=300_000_000)

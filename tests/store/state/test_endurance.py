@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import prompt, put, space_of, tiers
 from tests.support.stores import blocks_in, counter, settings
 
 import kvdepot
@@ -22,7 +23,6 @@ from kvdepot.store.check.offline import opened as opened_offline
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.clocks import ManualClock
-from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 
 DAILY_BYTES = 8 << 20
 STEP_S = 600.0

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import prompt, put, space_of
 from tests.support.stores import counter, settings
 from tests.support.waiting import until
 
@@ -16,7 +17,6 @@ from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.clocks import ManualClock
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
-from kvdepot.testing.store_contract import prompt, put, space_of
 
 
 def one_drive(path: Path, **ssd: Any) -> dict[str, Any]:

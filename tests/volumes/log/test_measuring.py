@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import prompt, put, space_of, tiers
 from tests.support.stores import PROFILE, settings
 from tests.support.waiting import eventually
 
@@ -23,7 +24,6 @@ from kvdepot.testing.clocks import ManualClock
 from kvdepot.testing.emulation import DriveModel, EmulatedHead, open_emulated
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
 from kvdepot.testing.images import STAMPS
-from kvdepot.testing.store_contract import prompt, put, space_of, tiers
 from kvdepot.volumes.log.measuring import Measuring
 from kvdepot.volumes.log.metadata import COPIES
 from kvdepot.volumes.log.reader import ThroughputMeter

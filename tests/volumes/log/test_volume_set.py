@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_contract import prompt, put, space_of
 from tests.support.stores import settings
 from tests.support.waiting import until
 
@@ -20,7 +21,6 @@ from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
 from kvdepot.testing.power import PowerFiles
-from kvdepot.testing.store_contract import prompt, put, space_of
 from kvdepot.volumes.log.metadata import COPIES
 
 ALL = frozenset({Call.RUN_READ, Call.RUN_WRITE, Call.READ, Call.WRITE})

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 from tests.support.s3_servers import SeaweedServer, weed_binary
+from tests.support.store_contract import prompt, put, small, space_of, tiers
 from tests.support.waiting import until
 
 from kvdepot.config.settings import load
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
-from kvdepot.testing.store_contract import prompt, put, small, space_of, tiers
 from kvdepot.volumes.object.bucket import open_bucket
 
 pytestmark = [
