@@ -248,6 +248,13 @@ class Catalog:
         doomed, leases, residency = self._doomed.view, self._leases.view, self.residency.view
         return [row for row in rows if (doomed[row] or not residency[row]) and not leases[row]]
 
+    def enter_memory(self, rows: list[int], groups: Sequence[int]) -> None:
+        """Make filled slots of the fastest memory visible as blocks: distinct rows, those of one
+        prompt head first, and the size class of each.
+        """
+        self.memory.seal_all(rows)
+        self.leaves.enter_all(rows, groups)
+
     def leased_rows(self, rows: Rows) -> Bools:
         leased: Bools = self._leases.array[rows] > 0
         return leased

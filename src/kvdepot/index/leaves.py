@@ -48,15 +48,23 @@ class LeafOrder:
 
     def enter(self, row: int, group: int) -> None:
         """Add a block that is in the tier now, in size class `group`."""
-        self._group.view[row] = group
-        parent = self._tree.parent.view[row]
-        if parent != NONE:
-            self._kids.view[parent] += 1
-            if self._queue.view[parent] != _OUT:
-                self._queues.remove(parent)
-        self._order.entered(row)
-        if not self._kids.view[row]:
-            self._queues.append(row, group, self._order.queue(row))
+        self.enter_all([row], [group])
+
+    def enter_all(self, rows: Sequence[int], groups: Sequence[int]) -> None:
+        """`enter` for distinct rows; those of one prompt are given head first."""
+        group_of, kids, queue = self._group.view, self._kids.view, self._queue.view
+        parents, entered = self._tree.parent.view, self._order.entered
+        for row, group in zip(rows, groups, strict=True):
+            group_of[row] = group
+            parent = parents[row]
+            if parent != NONE:
+                kids[parent] += 1
+                if queue[parent] != _OUT:
+                    self._queues.remove(parent)
+            entered(row)
+        for row, group in zip(rows, groups, strict=True):
+            if not kids[row]:
+                self._queues.append(row, group, self._order.queue(row))
 
     def leave(self, row: int) -> None:
         """Remove a block that is no longer in the tier."""

@@ -111,6 +111,29 @@ class Arena:
         self.used_bytes += slot_bytes
         return slab.start * CHUNK + slot * slot_bytes
 
+    def allocate_all(self, nbytes: int, owners: Sequence[int]) -> list[int]:
+        """Allocate slots of one size. Returns slots for the first of the owners, as many as fit."""
+        slot_bytes = -(-nbytes // PAGE) * PAGE
+        slabs = self._open.setdefault(slot_bytes, [])
+        found: list[int] = []
+        while len(found) < len(owners):
+            slab = slabs[-1] if slabs else self._new_slab(slot_bytes)
+            if slab is None:
+                break
+            if not slabs:
+                slabs.append(slab)
+            some = slab.free[: -1 - len(owners) + len(found) : -1]
+            del slab.free[-len(some) :]
+            if not slab.free:
+                slabs.pop()
+            for slot, owner in zip(some, owners[len(found) :], strict=False):
+                slab.owners[slot] = owner
+            base = slab.start * CHUNK
+            found += [base + slot * slot_bytes for slot in some]
+        self._free_slots[slot_bytes] -= len(found)
+        self.used_bytes += len(found) * slot_bytes
+        return found
+
     def allocate_many(self, sizes: Sequence[int], owner: int) -> list[int]:
         """`allocate` for each size; -1 if there is no room."""
         found = (self.allocate(nbytes, owner) for nbytes in sizes)
@@ -173,7 +196,7 @@ class Arena:
     def _new_slab(self, slot_bytes: int) -> Slab | None:
         if slot_bytes > self._no_run_of * CHUNK:
             return None
-        chunks = self.chunks_for(slot_bytes)
+        chunks = self._sizes.get(slot_bytes) or self.chunks_for(slot_bytes)
         start = self._find(chunks) if chunks else None
         if start is None and chunks:
             chunks = -(-slot_bytes // CHUNK)

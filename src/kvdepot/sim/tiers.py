@@ -65,10 +65,8 @@ class SimulatedTier:
         """
         fresh = rows[~self.has(rows)]
         self.shrink(max(0, self.capacity_blocks - len(fresh)), gone)
-        enter = self.leaves.enter
         taken = fresh[: self.capacity_blocks - self.count].tolist()
-        for row in taken:
-            enter(row, _GROUP)
+        self.leaves.enter_all(taken, [_GROUP] * len(taken))
         self.count += len(taken)
         self.entered += len(taken)
         return len(taken)

@@ -59,10 +59,6 @@ class Caller:
     told: Counter[int] = field(default_factory=Counter)
     """What its last flush, or its start, knew of `Catalog.left_unwritten`."""
 
-    def size_of(self, tag: int) -> BlockSize:
-        """The size of blocks of a namespace; zeros if the caller may not use it."""
-        return self.spaces.get(tag) or self.described(tag) or _UNKNOWN
-
 
 class Access:
     """The namespaces that callers have registered, and those in quarantine. Thread-safe."""
@@ -131,7 +127,9 @@ class Access:
         tags = blocks["key"][:, 0]
         known = set(tags.tolist())
         for tag in known:
-            size = _UNKNOWN if tag in self._quarantined else caller.size_of(tag)
+            size = caller.spaces.get(tag) or caller.described(tag) or _UNKNOWN
+            if tag in self._quarantined:
+                size = _UNKNOWN
             mine = slice(None) if len(known) == 1 else tags == tag
             blocks["payload_bytes"][mine], blocks["chunk_bytes"][mine] = size
 

@@ -6,13 +6,13 @@ wave is read into slots of memory (promotion) or, if memory is in use, into stag
 verifies each block and copies it to its target. A corrupt, failed or late block is a miss.
 """
 
-import contextlib
 import os
 import queue
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -259,9 +259,8 @@ class Reader:
         tiers = self._state.memory_tiers
         for memory in tiers:
             mine = here if len(tiers) == 1 else here[memory.holds(call.addresses[here])]
-            bad = self._serve(call, memory, mine)
-            if len(bad):
-                left = np.concatenate([left, bad])
+            if len(mine):
+                left = np.concatenate([left, self._serve(call, memory, mine)])
         return left
 
     def _serve(self, call: ReadCall, memory: ArenaTier, mine: Ints) -> Ints:
@@ -270,8 +269,6 @@ class Reader:
         A slot that holds another block is never served. Blocks that the sink reads in place are
         verified in small parts, so that they are still in the processor cache.
         """
-        if not len(mine):
-            return mine
         call.codes[mine] = _CODES[memory.name, ""]
         if call.sink is None or not call.verify:
             bad = self._copy_out(call, mine)
@@ -346,9 +343,11 @@ class Reader:
         if call.left_to_others:
             others = self._await_others(call)
             came = others[call.addresses[others] != 0]
-            bad = self._serve(call, self._state.memory_tiers[0], came)
+            still = others[call.addresses[others] == 0]
+            if len(came):
+                bad = self._serve(call, self._state.memory_tiers[0], came)
+                still = np.concatenate([still, bad])
             call.waits_for_others = False
-            still = np.concatenate([others[call.addresses[others] == 0], bad])
             self._volumes.read(call, np.unique(still))
 
     def _await_others(self, call: ReadCall) -> Ints:
@@ -403,6 +402,7 @@ class VolumeReads:
 
     def __init__(self, state: StoreState, slots: SlotAllocator, late: TimedOutIo) -> None:
         self._state = state
+        self._memory = state.memory_tiers[0]
         self._arena = state.arena
         self._slots = slots
         self._late = late
@@ -447,14 +447,18 @@ class VolumeReads:
                 for reads in busy:
                     call.codes[reads.waiting] = _BUSY
                 return
-            for reads, wave in self._landed(call, done):
-                again = self._finish(call, reads, wave)
-                if again:
-                    call.codes[again] = _BUSY
-                    moves.update((index, moves.get(index, 0) + 1) for index in again)
-                    left = [index for index in again if moves[index] < _MOVES_MAX]
-                    with self._state.lock:
-                        self._assign(call, volumes, np.array(left, np.int64))
+            wait_s = max(0.0, call.deadline_s - self._state.clock.now())
+            try:
+                reads, wave = done.get(timeout=min(wait_s, _WAIT_MAX_S))
+            except queue.Empty:
+                continue
+            again = self._finish(call, reads, wave)
+            if again:
+                call.codes[again] = _BUSY
+                moves.update((index, moves.get(index, 0) + 1) for index in again)
+                left = [index for index in again if moves[index] < _MOVES_MAX]
+                with self._state.lock:
+                    self._assign(call, volumes, np.array(left, np.int64))
 
     def _stop(self, call: ReadCall, busy: list[VolumeWaves]) -> None:
         """At the deadline: cancel queued blocks and waves, and leave running
@@ -476,7 +480,9 @@ class VolumeReads:
         state.events.count("read_late", len(wave.indices))
         call.codes[wave.indices] = _LATE
         with state.lock:
-            self._ended(call, reads.lower)
+            if not call.is_prefetch:
+                reads.lower.foreground_reads -= 1
+                reads.lower.foreground_s = state.clock.now()
             for at in range(len(wave.indices)):
                 self._give_back(call, wave, at)
             state.lock.arrived.notify_all()
@@ -498,7 +504,15 @@ class VolumeReads:
             if len(wave.indices):
                 alone = not any(len(one.waiting) or one.flying for one in volumes.values())
                 reads.flying.append(wave)
-                self._start(call, reads, wave, done, inline=alone)
+                wave.began_s = self._state.clock.now()
+                left_s = max(0.0, call.deadline_s - wave.began_s)
+                priority = Priority.PREFETCH if call.is_prefetch else Priority.FOREGROUND
+                volume = self._state.volumes.entries[reads.volume].volume
+                wave.reading = volume.read(wave.reads, priority, left_s)
+                if alone:  # there is nothing else to do: read when the result is requested
+                    done.put((reads, wave))
+                else:
+                    wave.reading.when_done(partial(done.put, (reads, wave)))
         return progress
 
     def _await_room(self, call: ReadCall, volumes: Volumes, done: Done) -> bool:
@@ -510,31 +524,6 @@ class VolumeReads:
             with state.lock:
                 state.lock.room.wait(min(wait_s, _LOOK_AGAIN_S))
         return False
-
-    def _start(
-        self, call: ReadCall, reads: VolumeWaves, wave: Wave, done: Done, *, inline: bool
-    ) -> None:
-        """Begin to read a wave. `inline`: read in this thread when the result is requested, because
-        there is nothing else to do.
-        """
-        wave.began_s = self._state.clock.now()
-        priority = Priority.PREFETCH if call.is_prefetch else Priority.FOREGROUND
-        volume = self._state.volumes.entries[reads.volume].volume
-        wave.reading = volume.read(wave.reads, priority, max(0.0, call.deadline_s - wave.began_s))
-        if inline:
-            done.put((reads, wave))
-        else:
-            wave.reading.when_done(lambda: done.put((reads, wave)))
-
-    def _landed(self, call: ReadCall, done: Done) -> list[tuple[VolumeWaves, Wave]]:
-        """Return the waves that have ended. Waits for the first one until the deadline."""
-        found: list[tuple[VolumeWaves, Wave]] = []
-        with contextlib.suppress(queue.Empty):
-            wait_s = max(0.0, call.deadline_s - self._state.clock.now())
-            found.append(done.get(timeout=min(wait_s, _WAIT_MAX_S)))
-            while True:
-                found.append(done.get_nowait())
-        return found
 
     def _plan(self, call: ReadCall, volumes: Volumes, reads: VolumeWaves) -> Wave:
         """Plan the next wave: blocks for which there is a slot. A prefetch uses no staging."""
@@ -609,7 +598,10 @@ class VolumeReads:
         sizes = record_sizes(state.catalog.nbytes.array[rows])
         for nbytes in np.unique(sizes).tolist():
             mine = np.flatnonzero(sizes == nbytes)
-            found = self._slots.allocate_all(nbytes, rows[mine].tolist())
+            owners = rows[mine].tolist()
+            found = self._arena.allocate_all(nbytes, owners)
+            if len(found) < len(owners) or self._memory.spare_bytes:
+                found += self._slots.allocate_more(nbytes, owners[len(found) :])
             mine = mine[: len(found)]
             if found:
                 state.catalog.memory.reserve_all(rows[mine].tolist(), found)
@@ -640,7 +632,9 @@ class VolumeReads:
         finally:
             state.events.emit(Took("read", reads.lower.name, state.clock.now() - wave.began_s))
             with state.lock:
-                self._ended(call, reads.lower)
+                if not call.is_prefetch:
+                    reads.lower.foreground_reads -= 1
+                    reads.lower.foreground_s = state.clock.now()
                 self._keep(call, reads.lower, wave, good)
                 for at in np.flatnonzero(~good).tolist():
                     outcome, index = Outcome(int(outcomes[at])), int(wave.indices[at])
@@ -661,22 +655,18 @@ class VolumeReads:
                 self._late.add(reading, late)
         return again
 
-    def _ended(self, call: ReadCall, lower: LowerTier) -> None:
-        """Record the end of a wave that a caller waited for. With the lock."""
-        if not call.is_prefetch:
-            lower.foreground_reads -= 1
-            lower.foreground_s = self._state.clock.now()
-
     def _keep(self, call: ReadCall, lower: LowerTier, wave: Wave, good: Bools) -> None:
         """Make intact promoted blocks visible in the memory tier; free all other slots."""
         state = self._state
         call.codes[wave.indices[good]] = _CODES[lower.name, ""]
         for slot in wave.slots[good & ~wave.promote].tolist():
             state.staging.free(slot)
-        rows = call.rows[wave.indices[good & wave.promote]].tolist()
+        kept = good & wave.promote
+        rows = call.rows[wave.indices[kept]].tolist()
         if rows:
-            state.memory_tiers[0].seal_all(rows)
-            state.events.count("promoted", len(rows))
+            sizes = record_sizes(wave.reads["payload_bytes"][kept])
+            state.catalog.enter_memory(rows, sizes.tolist())
+            state.events.emit(Counted("promoted", len(rows)))
             if lower is not state.lower_tiers[0] and state.writes.promotes_from(lower):
                 sample = int(call.blocks["key"][-1, 3]) >> 56
                 for row in rows:

@@ -75,14 +75,6 @@ class ArenaTier:
         self.copies.seal(row)
         self.leaves.enter(row, record_bytes(self.catalog.nbytes[row]))
 
-    def seal_all(self, rows: list[int]) -> None:
-        """`seal` for distinct rows."""
-        self.copies.seal_all(rows)
-        for nbytes, some in by_size(self.catalog, rows).items():
-            group = record_bytes(nbytes)
-            for row in some:
-                self.leaves.enter(row, group)
-
     def drop(self, row: int) -> None:
         """Drop a block's copy and free its slot, unless the slot belongs to another block after a
         wrong entry in the index.
@@ -112,17 +104,6 @@ class ArenaTier:
             self.wake.set()
 
 
-def by_size(catalog: Catalog, rows: list[int]) -> dict[int, list[int]]:
-    """Group rows by the size of their payload."""
-    sizes = catalog.nbytes.view
-    found: dict[int, list[int]] = {}
-    if len(set(map(sizes.__getitem__, rows))) == 1:
-        return {sizes[rows[0]]: rows}
-    for row in rows:
-        found.setdefault(sizes[row], []).append(row)
-    return found
-
-
 class SlotAllocator:
     """Allocates slots of one memory tier. Call with the store's lock held."""
 
@@ -146,13 +127,16 @@ class SlotAllocator:
                 self._memory.arena.free(slot)
         return found[0] if found else None
 
-    def allocate_all(self, nbytes: int, owners: list[int]) -> list[int]:
-        """`allocate` for owners of one size. Returns slots for the first of
-        them, as many as fit.
+    def allocate_more(self, nbytes: int, owners: list[int], *, may_wait: bool = False) -> list[int]:
+        """Allocate slots of one size after `Arena.allocate_all`, evicting blocks if needed. Returns
+        slots for the first of the owners, as many as fit. Without owners it only keeps slots free
+        in the fastest of two memory tiers.
         """
+        if not owners:
+            self._memory.note_allocation(nbytes, full=False)
         slots: list[int] = []
         while len(slots) < len(owners):
-            found = self._take(nbytes, owners[len(slots) :])
+            found = self._take(nbytes, owners[len(slots) :], may_wait=may_wait)
             if not found:
                 break
             slots += found

@@ -8,6 +8,7 @@ import errno
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
@@ -71,7 +72,9 @@ _PAGES_BITS: Final = (1 << SEGMENT_SHIFT) - 1
 class PlannedReads:
     """Reads as operations of the I/O engine. Reads of unknown segments have no operation."""
 
-    def __init__(self, reads: Array, segments: Mapping[int, Segment]) -> None:
+    def __init__(self, reads: Array, segments: Mapping[int, Segment], *, trial: bool) -> None:
+        self.trial = trial
+        """True if they show whether a failed volume works again."""
         self.reads = reads
         places = reads["place"]
         slots = places >> SEGMENT_SHIFT
@@ -287,7 +290,7 @@ class LogReader:
 
     def read(self, reads: Array, priority: Priority, timeout_s: float) -> "FlashRead | SweptRead":
         if self.elevator is None:
-            return FlashRead(self, reads, timeout_s)
+            return FlashRead(self, reads, self.clock.now() + timeout_s)
         return SweptRead(self, self.elevator, reads, priority, timeout_s)
 
     def close(self) -> None:
@@ -299,15 +302,15 @@ class LogReader:
             self._meters.remove(self.meter)
 
     def plan(self, reads: Array) -> PlannedReads:
-        """Plan reads; without operations if the volume is down."""
-        allowed = self.health.breaker.closed or self.health.breaker.allows()
-        return PlannedReads(reads, self.segments.by_slot if allowed else {})
-
-    def begin_timing(self, ops: Ops) -> bool:
-        """Record the begin of reads. Returns True if the volume is on trial."""
+        """Plan reads; without operations if the volume is down. The time of the operations counts
+        until `end_timing`.
+        """
         trial = not self.health.breaker.closed
-        self.meter.begin(int(ops["nbytes"].sum()), trial=trial)
-        return trial
+        allowed = not trial or self.health.breaker.allows()
+        planned = PlannedReads(reads, self.segments.by_slot if allowed else {}, trial=trial)
+        if len(planned.ops):
+            self.meter.begin(int(planned.ops["nbytes"].sum()), trial=trial)
+        return planned
 
     def end_timing(self, ops: Ops, places: Ints, results: Ops, *, trial: bool) -> bool:
         """Record the end of reads. True: the volume has become too slow to be used."""
@@ -347,7 +350,8 @@ class LogReader:
         ops["address"] = address_of(memory)[0] + starts - PAGE
         ops["nbytes"] = np.minimum(_TRIAL_UNIT, PAGE + whole - starts)
         places = (segment.slot << SEGMENT_SHIFT) + starts // PAGE
-        trial = self.begin_timing(ops)
+        trial = not self.health.breaker.closed
+        self.meter.begin(whole, trial=trial)
         pending = self.segments.files.run(ops, _TRIAL_TIMEOUT_S)
         slow = self.end_timing(ops, places, ops["result"], trial=trial)
         if pending is not None:
@@ -392,15 +396,15 @@ def _seek_bytes(ops: Ops, places: Ints) -> int:
     return (1 + int((places[order][1:] != ends[:-1]).sum())) * _SEEK_BYTES
 
 
+@dataclass(slots=True, eq=False)
 class FlashRead:
     """Reads of flash. Implements core.volume.PendingRead."""
 
-    def __init__(self, reader: LogReader, reads: Array, timeout_s: float) -> None:
-        self._reader = reader
-        self._reads = reads
-        self._deadline_s = reader.clock.now() + timeout_s
-        self._future: Future[Outcomes] | None = None
-        self._late: tuple[Pending, PlannedReads] | None = None
+    _reader: LogReader
+    _reads: Array
+    _deadline_s: float
+    _future: Future[Outcomes] | None = None
+    _late: tuple[Pending, PlannedReads] | None = None
 
     def when_done(self, call: Callable[[], None]) -> None:
         self._future = self._reader.submit(self._run, call)
@@ -424,13 +428,13 @@ class FlashRead:
             planned = reader.plan(self._reads)
             if not len(planned.ops):
                 return planned.outcomes()
-            trial = reader.begin_timing(planned.ops)
             pending = reader.segments.files.run(planned.ops, timeout_s)
             results = planned.ops["result"]
-            slow = reader.end_timing(planned.ops, planned.places, results, trial=trial)
+            slow = reader.end_timing(planned.ops, planned.places, results, trial=planned.trial)
         finally:
             descriptors.end(use, pending)
-        reader.judge(results, timeout_s, slow=slow)
+        if results.any() or reader.health.breaker.troubled:
+            reader.judge(results, timeout_s, slow=slow)
         if pending is not None:
             self._late = pending, planned
         return planned.outcomes()
@@ -463,7 +467,6 @@ class SweptRead(QueuedReads):
                 self.answered.set()
                 return
             self._use = self._descriptors.begin()
-            self._trial = reader.begin_timing(ops)
             elevator.submit(self)
 
     def when_done(self, call: Callable[[], None]) -> None:
@@ -490,7 +493,7 @@ class SweptRead(QueuedReads):
 
     def on_answer(self) -> None:
         self._is_slow = self._reader.end_timing(
-            self.ops, self.places, self.results, trial=self._trial
+            self.ops, self.places, self.results, trial=self._planned.trial
         )
         with self._lock:
             self.answered.set()
