@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvdepot.core.requests import Array
 from kvdepot.format.record import HEAD_BYTES, TABLE_OFFSET, chunk_count
-from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, chunk_checksums, transfer
+from kvdepot.native import TRANSFER_DTYPE, chunk_checksums, transfer
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -26,25 +26,12 @@ def transfers(rows: Sequence[tuple[Any, ...]], threads: int = 1) -> npt.NDArray[
     return words[::_WORDS]
 
 
-def read_op(slot: int, target: int, start: int, stop: int, chunk_bytes: int) -> tuple[int, ...]:
-    """An operation that verifies whole chunks of the payload of the slot at address `slot`, and
-    copies them to `target` unless that is 0.
-    """
-    table = slot + TABLE_OFFSET + 8 * (start // chunk_bytes)
-    return (0, slot + HEAD_BYTES + start, target, stop - start, chunk_bytes, table, VERIFY)
-
-
 def spans(blocks: Array) -> tuple[Ints, Ints, Bools]:
     """Extend the wanted ranges to whole chunks. Returns start, stop, and True if unchanged."""
     start, stop, chunk = blocks["start"], blocks["stop"], blocks["chunk_bytes"]
     first = start // chunk * chunk
     last = np.minimum(-(-stop // chunk) * chunk, blocks["payload_bytes"])
     return first, last, (first == start) & (last == stop)
-
-
-def copy_op(slot: int, target: int, start: int, stop: int) -> tuple[int, ...]:
-    """An operation that copies a range of the payload of the slot at address `slot`."""
-    return (0, slot + HEAD_BYTES + start, target, stop - start, 0, 0, COPY)
 
 
 def checksum_slot(image: memoryview, payload_bytes: int, chunk_bytes: int) -> None:

@@ -1,6 +1,5 @@
 """Helpers for volumes: verified reads of whole records, and the newest record of each key."""
 
-import errno
 import threading
 import time
 from collections.abc import Callable
@@ -9,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from kvdepot.core.volume import Array, Contents, Ints, Outcome, Outcomes
-from kvdepot.format.copy_ops import copy_op, read_op, transfers
 from kvdepot.format.record import (
     HEAD_BYTES,
+    TABLE_OFFSET,
     Kind,
     parse_head,
     payload_intact,
     record_bytes,
     record_sizes,
 )
-from kvdepot.native import COPY, address_of
+from kvdepot.native import COPY, TRANSFER_DTYPE, VERIFY, address_of, transfer
 from kvdepot.native.memory import Bytes, view_at
 
 
@@ -103,19 +102,20 @@ def deliver(record: bytes | memoryview, read: Any) -> Outcome:
         return Outcome.CORRUPT
     start, stop, chunk_bytes = int(read["start"]), int(read["stop"]), int(read["chunk_bytes"])
     source, image = address_of(record)[0], int(read["image"])
-    head_copy = (0, source, image, HEAD_BYTES, 0, 0, COPY)
-    if not stop:
-        transfers([head_copy])
-        return Outcome.OK
-    if head.payload_bytes != read["payload_bytes"] or chunk_bytes not in (0, head.chunk_bytes):
+    copies = [(0, source, image, HEAD_BYTES, 0, 0, COPY)] if source != image else []
+    if stop and head.payload_bytes != read["payload_bytes"]:
         return Outcome.CORRUPT
-    if not chunk_bytes:
-        if not payload_intact(memoryview(record), head):
-            return Outcome.CORRUPT
-        chunk_bytes = head.chunk_bytes
-    rows = [read_op(source, 0, start, stop, chunk_bytes)]
-    if source != image:
-        rows = [head_copy, read_op(source, image + HEAD_BYTES + start, start, stop, chunk_bytes)]
-    if read["target"]:  # the bytes were verified by the operation before
-        rows.append(copy_op(source, int(read["target"]), start, stop))
-    return Outcome.CORRUPT if -errno.EBADMSG in transfers(rows).tolist() else Outcome.OK
+    if stop and chunk_bytes not in (0, head.chunk_bytes):
+        return Outcome.CORRUPT
+    if stop and not chunk_bytes and not payload_intact(memoryview(record), head):
+        return Outcome.CORRUPT
+    if stop:
+        payload, nbytes = HEAD_BYTES + start, stop - start
+        table = source + TABLE_OFFSET + 8 * (start // head.chunk_bytes)
+        kept = image + payload if source != image else 0
+        copies.append((0, source + payload, kept, nbytes, head.chunk_bytes, table, VERIFY))
+        if read["target"]:  # the operation before has verified these bytes
+            copies.append((0, source + payload, int(read["target"]), nbytes, 0, 0, COPY))
+    done = np.array(copies, TRANSFER_DTYPE)
+    transfer(done)
+    return Outcome.CORRUPT if done["result"].any() else Outcome.OK

@@ -25,7 +25,7 @@ from kvdepot.core.volume import (
     segment_of,
     segment_table,
 )
-from kvdepot.format.record import PAGE, record_bytes, record_sizes
+from kvdepot.format.record import record_sizes
 from kvdepot.volumes.object.manifest import Listing, Manifest, Records
 from kvdepot.volumes.records import newest_records
 
@@ -66,7 +66,8 @@ class BucketContents:
         self.held_bytes = 0
         self.own_bytes = 0
         self.used_bytes = 0
-        self._slots: dict[int, DataObject] = {}
+        self.by_slot: dict[int, DataObject] = {}
+        """Data objects by the segment number of their places."""
         self._next_slot = 1
         self._orders = itertools.count(1)
         self._metadata = Metadata()
@@ -80,14 +81,14 @@ class BucketContents:
         Returns None if it is known, or there are too many objects.
         """
         with self.lock:
-            if listing.path in self.objects or len(self._slots) >= SEGMENTS_MAX - 1:
+            if listing.path in self.objects or len(self.by_slot) >= SEGMENTS_MAX - 1:
                 return None
-            while self._next_slot in self._slots:
+            while self._next_slot in self.by_slot:
                 self._next_slot = self._next_slot % (SEGMENTS_MAX - 1) + 1
             slot = self._next_slot
             self._next_slot = slot % (SEGMENTS_MAX - 1) + 1
             added = DataObject(listing, owner, slot, next(self._orders))
-            self.objects[listing.path] = self._slots[slot] = added
+            self.objects[listing.path] = self.by_slot[slot] = added
             self.held_bytes += listing.nbytes
             self.own_bytes += listing.nbytes if owner == self.writer else 0
             records = listing.records
@@ -119,7 +120,7 @@ class BucketContents:
             known = self.objects.pop(path, None)
             if known is None:
                 return
-            del self._slots[known.slot]
+            del self.by_slot[known.slot]
             self.held_bytes -= known.listing.nbytes
             self.own_bytes -= known.listing.nbytes if known.owner == self.writer else 0
             self.used_bytes -= known.live_bytes
@@ -129,7 +130,7 @@ class BucketContents:
                 self._gone.append((known.listing.records["key"], known.places))
 
     def at(self, place: int) -> DataObject | None:
-        return self._slots.get(segment_of(place))
+        return self.by_slot.get(segment_of(place))
 
     def tokens(self, key: BlockKey, place: int) -> bytes | None:
         """Token ids of the record at a place, empty if unknown; None if it does
@@ -146,7 +147,7 @@ class BucketContents:
         with self.lock:
             sizes = record_sizes(payload_bytes).tolist()
             for place, nbytes in zip(places.tolist(), sizes, strict=True):
-                known = self._slots.get(segment_of(place))
+                known = self.by_slot.get(segment_of(place))
                 if known is not None and known.live_count:
                     self._count(known, -1, -nbytes)
 
@@ -226,11 +227,5 @@ class BucketContents:
         found = newest_records(records["key"], places, records["payload"], records["stamp"])
         sizes = record_sizes(found.payload_bytes).tolist()
         for place, nbytes in zip(found.places.tolist(), sizes, strict=True):
-            self._count(self._slots[segment_of(place)], 1, nbytes)
+            self._count(self.by_slot[segment_of(place)], 1, nbytes)
         return found
-
-
-def span_of(place: int, payload_bytes: int) -> tuple[int, int]:
-    """Start and end of a record in its object, in bytes."""
-    start = page_of(place) * PAGE
-    return start, start + record_bytes(payload_bytes)

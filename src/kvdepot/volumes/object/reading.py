@@ -15,16 +15,15 @@ import numpy as np
 
 from kvdepot.core.block import BlockKey
 from kvdepot.core.clock import Clock
-from kvdepot.core.volume import Array, Outcome, Outcomes, Priority
-from kvdepot.format.copy_ops import transfers
-from kvdepot.format.record import HEAD_BYTES, Kind, record_bytes, write_head
+from kvdepot.core.volume import SEGMENT_SHIFT, Array, Outcome, Outcomes, Priority
+from kvdepot.format.record import HEAD_BYTES, PAGE, Kind, record_sizes, write_head
 from kvdepot.io.breaker import Breaker
 from kvdepot.io.speed import Profile
-from kvdepot.native import COPY, address_of
+from kvdepot.native import COPY, TRANSFER_DTYPE, address_of, transfer
 from kvdepot.native.memory import view_at
 from kvdepot.volumes.log.reader import ThroughputMeter
 from kvdepot.volumes.object.bucket import Bucket, BucketError, MissingObjectError
-from kvdepot.volumes.object.contents import BucketContents, DataObject, span_of
+from kvdepot.volumes.object.contents import BucketContents, DataObject
 from kvdepot.volumes.object.manifest import DATA, PROBE
 from kvdepot.volumes.records import deliver
 
@@ -37,6 +36,7 @@ _PROBE_BYTES: Final = 1 << 20
 _SMALL_BYTES: Final = 4096
 _SMALL_READS: Final = 3
 _ROUNDS: Final = 2
+_PAGES_BITS: Final = (1 << SEGMENT_SHIFT) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +125,10 @@ class RangeReads:
     def __init__(self, reader: RangeReader, reads: Array, timeout_s: float) -> None:
         self._reader = reader
         self._reads = reads
+        starts = (reads["place"] & _PAGES_BITS) * PAGE
+        self._starts: list[int] = starts.tolist()
+        """First byte of each record in its object."""
+        self._stops: list[int] = (starts + record_sizes(reads["payload_bytes"])).tolist()
         self._deadline_s = reader.clock.now() + timeout_s
         self._outcomes: Outcomes = np.full(len(reads), Outcome.FAILED, np.uint8)
         self._parts_left: dict[int, int] = {}
@@ -175,19 +179,21 @@ class RangeReads:
 
     def _plan(self) -> list[RangeRequest]:
         """Plan the requests: adjacent records together, in pieces of about equal size."""
+        objects, slots = self._reader.contents.by_slot, self._reads["place"] >> SEGMENT_SHIFT
         wanted: list[tuple[int, int, int, DataObject]] = []
-        for index, read in enumerate(self._reads):
-            source = self._reader.contents.at(int(read["place"]))
-            if source is not None and not read["stop"]:
-                self._answer_head(index, read)
+        total = 0
+        stops = self._reads["stop"].tolist()
+        for index, (slot, stop) in enumerate(zip(slots.tolist(), stops, strict=True)):
+            source = objects.get(slot)
+            if source is not None and not stop:
+                self._answer_head(index, self._reads[index])
             elif source is not None:
-                wanted.append((source.slot, self._span(index)[0], index, source))
-        spans = [self._span(index) for _, _, index, _ in wanted]
-        total = sum(stop - start for start, stop in spans)
+                wanted.append((slot, self._starts[index], index, source))
+                total += self._stops[index] - self._starts[index]
         piece_bytes = _piece_bytes(1 + total // self._reader.parallel)
         runs: list[RangeRequest] = []
         for _, start, index, source in sorted(wanted, key=lambda one: one[:3]):
-            stop = self._span(index)[1]
+            stop = self._stops[index]
             last = runs[-1] if runs else None
             if last is not None and last.source is source and start - last.stop <= _GAP_BYTES:
                 last.stop = max(stop, last.stop)
@@ -195,10 +201,6 @@ class RangeReads:
             else:
                 runs.append(RangeRequest(source, start, stop, [index]))
         return [piece for run in runs for piece in self._cut(run, piece_bytes)]
-
-    def _span(self, index: int) -> tuple[int, int]:
-        read = self._reads[index]
-        return span_of(int(read["place"]), int(read["payload_bytes"]))
 
     def _answer_head(self, index: int, read: Any) -> None:
         """Write a head from the manifest, with token ids and without checksums."""
@@ -224,7 +226,7 @@ class RangeReads:
         ]
         at = 0
         for index in run.indexes:
-            begin, stop = self._span(index)
+            begin, stop = self._starts[index], self._stops[index]
             while pieces[at].stop <= begin:
                 at += 1
             parts = [piece for piece in pieces[at:] if piece.start < stop]
@@ -241,10 +243,14 @@ class RangeReads:
         reader = self._reader
         records: list[memoryview] | None = None
         try:
-            body = reader.bucket.get_range(request.source.path, request.start, request.stop)
-            records = [self._part(body, request, index) for index in request.indexes]
+            body = reader.bucket.get_range(request.source.listing.path, request.start, request.stop)
+            at = request.start
+            records = [
+                body[max(0, self._starts[index] - at) : self._stops[index] - at]
+                for index in request.indexes
+            ]
         except MissingObjectError:
-            reader.contents.drop(request.source.path)
+            reader.contents.drop(request.source.listing.path)
         except BucketError as error:
             reader.breaker.failed(error.reason, at_once=True)
         else:
@@ -276,7 +282,7 @@ class RangeReads:
             elif not self._copy_part(record, request, index):
                 self._outcomes[index] = Outcome.CORRUPT
             elif self._is_whole(index):
-                nbytes = record_bytes(int(read["payload_bytes"]))
+                nbytes = self._stops[index] - self._starts[index]
                 self._outcomes[index] = deliver(view_at(int(read["image"]), nbytes).data, read)
 
     def _is_whole(self, index: int) -> bool:
@@ -285,19 +291,15 @@ class RangeReads:
             self._parts_left[index] -= 1
             return not self._parts_left[index]
 
-    def _part(self, body: memoryview, request: RangeRequest, index: int) -> memoryview:
-        """The part of a record in the answer to a request."""
-        start, stop = self._span(index)
-        return body[max(0, start - request.start) : stop - request.start]
-
     def _copy_part(self, part: memoryview, request: RangeRequest, index: int) -> bool:
         """Copy a part of a record to its image. False: it is too short."""
-        start, stop = self._span(index)
+        start, stop = self._starts[index], self._stops[index]
         first, last = max(start, request.start), min(stop, request.stop)
         if len(part) != last - first:
             return False
         target = int(self._reads[index]["image"]) + first - start
-        transfers([(0, address_of(part)[0], target, len(part), 0, 0, COPY)])
+        source = address_of(part)[0]
+        transfer(np.array([(0, source, target, len(part), 0, 0, COPY)], TRANSFER_DTYPE))
         return True
 
 
