@@ -65,11 +65,13 @@ def run(args: argparse.Namespace) -> int:
             raise
     for number in STOPPING:
         signal.signal(number, lambda *_: stop(daemon))
+    signal.set_wakeup_fd(daemon.wake_fd, warn_on_full_buffer=False)
     listener.listen()
     if http is not None:
         http.start()
     announce(daemon, path, args, http.url if http is not None else "")
     daemon.run()
+    signal.set_wakeup_fd(-1)
     output.say("stopping: writing blocks to drives")
     if http is not None:
         http.stop()

@@ -1,8 +1,10 @@
 """`kvdepot serve` as an operator meets it: starting, permissions, stopping, mistakes."""
 
+import ctypes
 import grp
 import json
 import os
+import platform
 import signal
 import socket
 import stat
@@ -34,6 +36,7 @@ from kvdepot.errors import DaemonError
 from kvdepot.testing.daemons import DaemonProcess
 from kvdepot.testing.images import payload_for
 
+SYS_TGKILL = {"x86_64": 234, "aarch64": 131}
 TINY = ["--set", "dram.capacity=2MiB", "--set", "dram.prefault=false"]
 
 
@@ -139,6 +142,18 @@ def test_mistakes_are_explained_and_leave_nothing(
         shown = capsys.readouterr()
         assert named in shown.err and not shown.out
         assert not path.exists()
+
+
+def test_a_signal_that_another_thread_receives_stops_it(tmp_path: Path) -> None:
+    process = serve("--socket", str(tmp_path / "d.sock"), "--json", *TINY)
+    assert process.stdout is not None and process.stdout.readline()
+    others = {int(one) for one in os.listdir(f"/proc/{process.pid}/task")} - {process.pid}
+    thread_kill = ctypes.CDLL(None, use_errno=True).syscall
+    assert (
+        thread_kill(SYS_TGKILL[platform.machine()], process.pid, min(others), signal.SIGTERM) == 0
+    )
+    process.communicate(timeout=60)
+    assert process.returncode == 0
 
 
 def test_by_default_it_listens_in_the_runtime_folder(

@@ -53,6 +53,7 @@ wait for other threads."""
 _STOP_S: Final = 30.0
 _PAUSE_S: Final = 0.1
 _LOOK_S: Final = 1.0
+_WAKES_MAX: Final = 4096
 """Interval at which clients that hold leases for too long are looked for."""
 _CLOSED: Final = select.POLLHUP | select.POLLERR
 _IDLE_S: Final = 5.0
@@ -256,7 +257,8 @@ class Loop:
         self._listener = listener
         self._workers = workers
         self._on_look = on_look
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._woken, self.wake_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        """A byte written to `wake_fd` ends the loop's wait."""
         self._lock = threading.Lock()
         """Guards the two lists that other threads append to."""
         self._idle: dict[int, Connection] = {}
@@ -271,14 +273,14 @@ class Loop:
 
     def run(self, accept: Callable[[], None]) -> None:
         """Wait and serve until `stop`. `accept` is called for a new connection. Blocks."""
-        self._poll.register(self._wake, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
         self._poll.register(self._listener, select.POLLIN)
         look_s = 0.0
         while not self.is_stopping:
             has_clients = self._idle or self._watched
             events = self._poll.poll(_LOOK_S * 1000 if has_clients else None)
             for fd, event in events:
-                if fd == self._wake:
+                if fd == self._woken:
                     self._take_returned()
                 elif fd == self._listener.fileno():
                     accept()
@@ -293,12 +295,17 @@ class Loop:
 
     def stop(self) -> None:
         self.is_stopping = True
-        os.eventfd_write(self._wake, 1)
+        self._wake()
 
     def close(self) -> None:
         """Close the descriptors, after all connections have ended."""
         self._close_forgotten()
-        os.close(self._wake)
+        os.close(self._woken)
+        os.close(self.wake_fd)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: the loop is awake
+            os.write(self.wake_fd, b"\0")
 
     def end(self) -> list[Connection]:
         """Take back no more connections. Returns those that no worker thread serves. Called after
@@ -323,14 +330,14 @@ class Loop:
             if self._has_ended:
                 return False
             self._returned.append(connection)
-        os.eventfd_write(self._wake, 1)
+        self._wake()
         return True
 
     def forget(self, client: ClientResources) -> None:
         """Stop watching a client that has ended."""
         with self._lock:
             self._forgotten.append(client)
-        os.eventfd_write(self._wake, 1)
+        self._wake()
 
     def _on_event(self, connection: Connection, event: int) -> None:
         if not connection.is_over:
@@ -341,7 +348,7 @@ class Loop:
             self._poll.modify(connection.channel.fileno(), 0)
 
     def _take_returned(self) -> None:
-        os.eventfd_read(self._wake)
+        os.read(self._woken, _WAKES_MAX)
         with self._lock:
             returned, self._returned = self._returned, []
         for connection in returned:
@@ -395,6 +402,13 @@ class Daemon:
         self._clients: dict[bytes, ClientResources] = {}
         self._connections: set[Connection] = set()
         self._started = time.monotonic()
+
+    @property
+    def wake_fd(self) -> int:
+        """For `signal.set_wakeup_fd`: a signal that another thread receives, or that arrives just
+        before the loop waits, does not end the wait by itself.
+        """
+        return self.loop.wake_fd
 
     def run(self) -> None:
         """Serve clients until `stop`. Blocks."""
