@@ -668,6 +668,27 @@ class InPlaceContract(OpenedStore):
                 assert bytes(view) == payload_for(keys[index], BLOCK_BYTES)
         assert store.admin.check()
 
+    def test_a_block_put_again_after_its_removal_is_not_lasting(self, store: Depot) -> None:
+        """The lease is on the removed block: it does not keep the new one in memory."""
+        space = space_of(store)
+        keys = prompt(space, 1, 3)
+        fill(store, keys)
+        sink = Collector()
+        with store.lease(keys) as lease:
+            assert store.remove(keys[1:]) == 2
+            fill(store, keys[1:2])
+            for start in (0, 1):
+                answers = lease.deliver(sink, start=start, timeout_s=WAIT_S)
+                assert list(map(bool, answers)) == [True, True, False][start:]
+            assert sink.got == expected(keys[:2])
+            assert 1 not in sink.lasting
+            assert store.flush()
+            flood(store, space_of(store, "other"), 120)
+            removed = lease.view(1)
+            assert removed is not None
+            assert removed == payload_for(keys[1], BLOCK_BYTES)
+        assert store.admin.check()
+
     def test_more_than_the_memory_can_hold_is_delivered_all_the_same(self, store: Depot) -> None:
         keys = prompt(space_of(store), 1, 120)
         for start in range(0, 120, 10):

@@ -272,14 +272,26 @@ class Engine:
         timeout_s: float,
         sink: Sink,
         *,
+        first: int = 0,
         verify_concurrently: bool = False,
     ) -> bytes:
         """Pass leased blocks to `sink` in place, without counting a use. See
         core.depot.Lease.deliver.
+
+        `first`: the index in the lease of the first of `blocks`. Blocks that the lease does not
+        protect are not lasting: those beyond its rows, and those that were removed and put again.
         """
         wanted = self.access.allowed(caller, blocks)
+        rows = lease.rows[first : first + len(blocks)]
+        leased = np.full(len(blocks), NONE, np.int64)
+        leased[: len(rows)] = rows
         codes = self.reader.read(
-            blocks, wanted, timeout_s, sink=sink, concurrently=verify_concurrently, is_use=False
+            blocks,
+            wanted,
+            timeout_s,
+            sink=sink,
+            leased=leased,
+            concurrently=verify_concurrently,
         )
         return codes if len(wanted) == len(blocks) else _answers(codes, wanted, len(blocks))
 

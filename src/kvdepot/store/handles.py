@@ -73,6 +73,7 @@ class StoreLease(Lease):
             blocks,
             timeout_s,
             hand_over,
+            first=part.start,
             verify_concurrently=verify_concurrently,
         )
         return [ANSWERS[code] for code in codes]

@@ -215,11 +215,9 @@ class RequestHandler:
         asked = frames.Deliver.parse(frame.body)
         lease = self._client.held(asked.lease)
         blocks = _blocks(lease.words[asked.start : asked.stop])
-        protected = len(lease.rows) - asked.start
 
         def arrive(arrived: Arrived) -> None:
-            lent = bool((arrived.indices >= protected).any())
-            self._send_arrived(frame.serial, arrived, lent=lent)
+            self._send_arrived(frame.serial, arrived, lent=not arrived.is_lasting.all())
 
         answers = self._engine.deliver(
             self._client.caller,
@@ -227,6 +225,7 @@ class RequestHandler:
             blocks,
             frames.checked_timeout(asked.timeout_s),
             arrive,
+            first=asked.start,
             verify_concurrently=bool(asked.verify_concurrently),
         )
         self._done(frame, asked.lease, answers)

@@ -94,6 +94,9 @@ class ReadCall:
     """True: the sink gets blocks in memory while they are being verified."""
     waits_for_others: bool = True
     """True: wait some time for blocks that another call is reading into memory."""
+    leased: Rows | None = None
+    """For a delivery, the row that the lease has for each block, NONE for those beyond it. Only
+    blocks in these rows stay in memory after the call."""
     rows: Rows = field(init=False)
     addresses: Ints = field(init=False)
     """Addresses of records in memory; 0 for blocks that are not in memory."""
@@ -107,6 +110,8 @@ class ReadCall:
         """Pass records to the sink in place."""
         if self.sink is None or not len(indices):
             return
+        if self.leased is not None:
+            lasting = lasting & (self.leased[indices] == self.rows[indices])
         if self.keep is not None:
             kept = self.rows[indices[lasting]].tolist()
             self.kept += kept
@@ -169,15 +174,16 @@ class Reader:
         *,
         sink: Sink | None = None,
         keep: BlockLease | None = None,
+        leased: Rows | None = None,
         verify: bool | None = None,
         concurrently: bool = False,
-        is_use: bool = True,
         is_prefetch: bool = False,
     ) -> bytes:
         """Read blocks to their buffers or the sink. Returns an index into ANSWERS for each block
         that the caller may use.
 
-        `wanted`: the indices of these blocks. `is_use`: count a use of the blocks. See Engine.read.
+        `wanted`: the indices of these blocks. `leased`: deliver blocks to their leases, which does
+        not count as a use; see ReadCall.leased. See Engine.read.
         """
         state, catalog = self._state, self._state.catalog
         began_s = state.clock.now()
@@ -185,16 +191,18 @@ class Reader:
             verify = state.config.dram.verify
         if len(wanted) < len(blocks):
             blocks = blocks[wanted]
+            leased = None if leased is None else leased[wanted]
         call = ReadCall(
             blocks, wanted, began_s + timeout_s, verify, sink, keep, is_prefetch, concurrently
         )
+        call.leased = leased
         with state.lock:
             if state.closing.is_set() and not is_prefetch:
                 raise StoreClosedError("the store is closed")
             held = self._look_up(call)
             state.using.active += 1
             catalog.lease(held)
-            if is_use and not is_prefetch:
+            if leased is None and not is_prefetch:
                 catalog.use(held)
             if state.writes.follows_uses and not is_prefetch:
                 state.writes.note_use(held)
