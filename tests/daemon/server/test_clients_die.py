@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from tests.support.daemon_clients import ClientProcess, StartDaemon
@@ -147,6 +149,23 @@ def test_clients_are_limited(start_daemon: StartDaemon) -> None:
         assert eventually(lambda: len(first.stats()["daemon"]["sessions"]) == 1)
         with kvdepot.open(daemon.address) as third:
             assert len(third.match([])) == 0
+
+
+def test_silent_connections_keep_nobody_out(start_daemon: StartDaemon) -> None:
+    """They have no threads, and the oldest gives its place to a new one."""
+    daemon = start_daemon("--clients", "2")
+    threads = Path(f"/proc/{daemon.pid}/task")
+    with kvdepot.open(daemon.address) as store, ExitStack() as opened:
+        before = len(list(threads.iterdir()))
+        silent = [opened.enter_context(RawClient(daemon.socket, greeted=False)) for _ in range(100)]
+        keys = prompt(space_of(store), 1, 3)
+        assert all(put(store, keys))
+        with kvdepot.open(daemon.address) as second:
+            space_of(second)
+            assert tiers(second, keys) == ["dram"] * 3
+        assert len(list(threads.iterdir())) < before + 10
+        assert silent[0].heard_out() == []
+        assert store.stats()["daemon"]["counters"]["refused"] == 0
 
 
 def test_leases_and_slots_of_a_client_are_limited(daemon: DaemonProcess) -> None:

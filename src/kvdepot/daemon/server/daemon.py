@@ -53,8 +53,9 @@ wait for other threads."""
 _STOP_S: Final = 30.0
 _PAUSE_S: Final = 0.1
 _LOOK_S: Final = 1.0
+"""Interval at which clients that hold leases for too long, and silent connections, are looked for.
+"""
 _WAKES_MAX: Final = 4096
-"""Interval at which clients that hold leases for too long are looked for."""
 _CLOSED: Final = select.POLLHUP | select.POLLERR
 _IDLE_S: Final = 5.0
 """A worker thread ends after this time without work."""
@@ -82,6 +83,7 @@ class Connection:
 
     def __init__(self, daemon: "Daemon", channel: Channel) -> None:
         self.channel = channel
+        self.since_s = time.monotonic()
         self._daemon = daemon
         self._pid = channel.peer().pid
         self.client: ClientResources | None = None
@@ -96,6 +98,9 @@ class Connection:
         """Serve a frame, or pass it to a worker. Called by the loop when one arrived. Does not
         block.
         """
+        if self._handler is None:
+            self._daemon.loop.run_in_thread(self, self.serve_frames)
+            return
         try:
             frame = self.channel.receive_now()
             if frame is not None and frame.kind in QUICK:
@@ -263,6 +268,9 @@ class Loop:
         """Guards the two lists that other threads append to."""
         self._idle: dict[int, Connection] = {}
         """Idle connections by descriptor. Only the loop changes it."""
+        self._silent: dict[int, Connection] = {}
+        """Those that have sent nothing, the oldest first. They cost no thread. Only the loop
+        changes it."""
         self._returned: list[Connection] = []
         self._watched: dict[int, ClientResources] = {}
         """Clients by pidfd. Only the loop changes it."""
@@ -292,6 +300,33 @@ class Loop:
             if has_clients and (now_s := time.monotonic()) >= look_s:
                 look_s = now_s + _LOOK_S
                 self._on_look()
+                while self._silent and self._oldest().since_s < now_s - HELLO_TIMEOUT_S:
+                    self.drop_silent()
+
+    def add(self, connection: Connection) -> None:
+        """Wait for the HELLO of a new connection. Called by the loop."""
+        fd = connection.channel.fileno()
+        self._idle[fd] = self._silent[fd] = connection
+        self._poll.register(fd, select.POLLIN)
+
+    def drop_silent(self) -> bool:
+        """Close the connection that has sent nothing for longest. False: there is none."""
+        if not self._silent:
+            return False
+        connection = self._oldest()
+        self._take(connection)
+        connection.end()
+        return True
+
+    def _oldest(self) -> Connection:
+        return next(iter(self._silent.values()))
+
+    def _take(self, connection: Connection) -> None:
+        """Do not wait for a connection any more."""
+        fd = connection.channel.fileno()
+        del self._idle[fd]
+        self._silent.pop(fd, None)
+        self._poll.unregister(fd)
 
     def stop(self) -> None:
         self.is_stopping = True
@@ -317,9 +352,7 @@ class Loop:
 
     def run_in_thread(self, connection: Connection, job: Job) -> None:
         """Pass an idle connection to a worker thread. Called by the loop."""
-        fd = connection.channel.fileno()
-        del self._idle[fd]
-        self._poll.unregister(fd)
+        self._take(connection)
         self._workers.run(job)
 
     def take_back(self, connection: Connection) -> bool:
@@ -340,7 +373,10 @@ class Loop:
         self._wake()
 
     def _on_event(self, connection: Connection, event: int) -> None:
-        if not connection.is_over:
+        if event & _CLOSED and connection.channel.fileno() in self._silent:
+            self._take(connection)
+            connection.end()
+        elif not connection.is_over:
             connection.on_readable()
         elif event & _CLOSED:
             self.run_in_thread(connection, connection.end)
@@ -512,18 +548,17 @@ class Daemon:
             # No free descriptors, or the client has disconnected: the loop must not spin.
             threading.Event().wait(_PAUSE_S)
             return
-        with self._changed:
-            full = len(self._connections) >= self.limits.clients * self.limits.connections
-            if not full:
-                connection = Connection(self, Channel(connected))
-                self._connections.add(connection)
-        if full:
+        limit = self.limits.clients * self.limits.connections
+        if len(self._connections) >= limit and not self.loop.drop_silent():
             self.counters.count("refused")
-            _log.warning("connection refused: %d connections are open", len(self._connections))
+            _log.warning("connection refused: %d connections are open", limit)
             connected.close()
             return
+        connection = Connection(self, Channel(connected))
+        with self._changed:
+            self._connections.add(connection)
         self.counters.count("connections")
-        self._workers.run(connection.serve_frames)
+        self.loop.add(connection)
 
 
 class WorkerThreads:

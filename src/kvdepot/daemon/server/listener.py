@@ -19,7 +19,7 @@ from kvdepot.daemon.client.connections import lock_of
 from kvdepot.daemon.wire.frames import Channel
 from kvdepot.errors import ConfigError, DaemonError
 
-_BACKLOG: Final = 64
+_BACKLOG: Final = 1024
 _PATH_BYTES_MAX: Final = 107
 _NEW: Final = ".new"
 
