@@ -1,6 +1,8 @@
 """Silent, slow, large and unauthorised requests cost the proxy a bounded amount of everything."""
 
 import json
+import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -101,6 +103,22 @@ def test_a_key_is_asked_about_once_in_a_while(front: Front) -> None:
     for _ in range(5):
         assert front.complete("abc").startswith(b"HTTP/1.1 200 ")
     assert front.fake.seen.count(("/tokenize", {"content": ""})) == 1
+
+
+def test_the_server_is_asked_while_many_files_are_open(front: Front) -> None:
+    """Each segment of a depot's drives is an open file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    null = os.open("/dev/null", os.O_RDONLY)
+    many = [null]
+    try:
+        while many[-1] < 1100:
+            many.append(os.dup(null))
+        assert front.proxy.link.call("/props", give_up=lambda: False)
+    finally:
+        for descriptor in many:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_bodies_share_a_bounded_memory(front: Front) -> None:

@@ -95,7 +95,9 @@ class LlamaServerLink:
             if sockets is not None and self.listening() != sockets:
                 raise ModelError("llama-server was restarted")
             connection.request(method, path, None if body is None else json.dumps(body), headers)
-            while give_up is not None and not select.select([connection.sock], [], [], _LOOK_S)[0]:
+            answered = select.poll()
+            answered.register(connection.sock, select.POLLIN)
+            while give_up is not None and not answered.poll(_LOOK_S * 1000):
                 if give_up():
                     raise TimeoutError(f"llama-server did not answer {path}")
             response = connection.getresponse()
