@@ -16,7 +16,9 @@ from typing import Final
 
 from kvdepot.core.log import RateLimitedLog
 
-CONNECTIONS_MAX: Final = 256
+CONNECTIONS_MAX: Final = 1024
+"""A silent or slow connection costs a descriptor and some KiB. Requests have limits of their own.
+"""
 BACKLOG: Final = 1024
 """Connections that the kernel holds until they are accepted. They need no descriptors."""
 _DESCRIPTORS_SHARE: Final = 4
@@ -167,16 +169,20 @@ class Acceptor:
         self._loop.add_reader(accepted, self._begin_to_serve, connection)
 
     def _begin_to_serve(self, connection: Accepted) -> None:
-        """Something has been received."""
+        """Something has been received: the rest has its time, too."""
         self._loop.remove_reader(connection.socket)
+        self.waits(connection)
         task = self._loop.create_task(self._run(connection))
         task.add_done_callback(partial(self._ended, connection))
         self._open[connection] = task
 
     def _drop_longest_waiting(self) -> None:
-        connection = next(iter(self._waiting), None)
-        if connection is not None:
-            self._drop(connection)
+        """Drop a connection, but none whose first bytes this loop has had no time to notice."""
+        for connection in list(self._waiting):
+            if self._open[connection] is not None or not _has_sent(connection.socket):
+                self._drop(connection)
+                return
+            self._begin_to_serve(connection)
 
     def _drop(self, connection: Accepted) -> None:
         del self._waiting[connection]
@@ -206,3 +212,11 @@ class Acceptor:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a connection failed by a bug in kvdepot", cause=error)
         self._resume()
+
+
+def _has_sent(sock: socket.socket) -> bool:
+    """True if the peer has sent something that was not read yet."""
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False

@@ -53,7 +53,8 @@ def test_health_is_answered_while_others_owe_their_requests(
 
 
 def test_the_descriptors_of_the_store_are_not_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    for soft, expected in ((64, 16), (1024, 256), (1 << 20, 256), (resource.RLIM_INFINITY, 256)):
+    limits = ((64, 16), (1024, 256), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024))
+    for soft, expected in limits:
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert connections_max() == expected
 
@@ -251,6 +252,33 @@ def test_a_lack_of_descriptors_is_waited_out(caplog: pytest.LogCaptureFixture) -
     asyncio.run(run())
     assert answered == [b"x"]
     assert sum("cannot be accepted" in line for line in caplog.messages) <= 1
+
+
+def test_a_connection_whose_bytes_were_not_noticed_yet_keeps_its_place() -> None:
+    """The loop had no time to look before another connection needed the place."""
+    answered = []
+
+    async def serve(accepted: Accepted) -> None:
+        answered.append(await asyncio.get_running_loop().sock_recv(accepted.socket, 1))
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as opened:
+            accepting = Acceptor(listening, 2, serve)
+            accepting.start()
+            clients = [
+                opened.enter_context(socket.create_connection(listening.getsockname()))
+                for _ in range(3)
+            ]
+            while len(accepting._open) < 2:
+                await asyncio.sleep(0)
+            clients[0].sendall(b"x")
+            accepting._drop_longest_waiting()
+            while not answered:
+                await asyncio.sleep(0.01)
+            await accepting.stop(1.0)
+
+    asyncio.run(run())
+    assert answered == [b"x"]
 
 
 def test_it_stops_while_clients_are_connected(tmp_path: Path) -> None:

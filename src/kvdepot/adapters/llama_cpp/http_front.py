@@ -37,6 +37,9 @@ _logger = logging.getLogger("kvdepot.llama")
 STATUS: Final = b"/kvdepot/status"
 _HEALTH: Final = frozenset({b"/health", b"/v1/health"})
 """Passed on with connections and threads of their own; llama-server needs no key for them."""
+_REQUESTS: Final = 192
+"""Requests that are passed on or wait. Further ones are refused."""
+_HEALTH_REQUESTS: Final = 32
 _THREADS: Final = 64
 """Requests that are passed on at the same time. Others wait, with their bodies."""
 _HEALTH_THREADS: Final = 4
@@ -133,9 +136,9 @@ class ProxyServer:
         self.server_address = self._listening.getsockname()
         limit = connections_max()
         self._acceptor = Acceptor(self._listening, limit, self._serve)
-        self._requests = asyncio.Semaphore(limit * 3 // 4)
+        self._requests = asyncio.Semaphore(min(_REQUESTS, limit * 3 // 4))
         """Bounds the requests that are served or wait; health checks have places of their own."""
-        self._health = asyncio.Semaphore(limit // 8)
+        self._health = asyncio.Semaphore(min(_HEALTH_REQUESTS, limit // 8))
         self._threads = asyncio.Semaphore(_THREADS)
         self._key_threads = asyncio.Semaphore(_HEALTH_THREADS)
         self._health_threads = asyncio.Semaphore(_HEALTH_THREADS)

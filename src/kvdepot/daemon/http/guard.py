@@ -29,6 +29,8 @@ BODY_S: Final = 30.0
 """A body must be here after this time."""
 RATE: Final = 50.0
 """Requests per second of one sender; bursts may have twice as many."""
+REQUESTS_MAX: Final = 128
+SCRAPES_MAX: Final = 64
 _SENDERS_MAX: Final = 1024
 """Addresses whose rates are known; the one that has sent nothing for longest is forgotten."""
 _NETWORK_BITS: Final = 64
@@ -63,9 +65,9 @@ class AccessRules:
     hosts: frozenset[str] = frozenset()
     """Accepted host names; if empty, any."""
     rate: float = RATE
-    requests: int = 128
+    requests: int = REQUESTS_MAX
     """Requests that are served at the same time, without health checks and metrics."""
-    scrapes: int = 64
+    scrapes: int = SCRAPES_MAX
     """Requests for metrics that are served at the same time."""
 
 

@@ -29,7 +29,14 @@ from kvdepot.daemon.http import api
 from kvdepot.daemon.http.archives import ARCHIVE_BYTES_MAX, ArchiveMover
 from kvdepot.daemon.http.changes import ChangeRunningError
 from kvdepot.daemon.http.connections import BoundedServer
-from kvdepot.daemon.http.guard import RATE, AccessRules, Guard, refusal
+from kvdepot.daemon.http.guard import (
+    RATE,
+    REQUESTS_MAX,
+    SCRAPES_MAX,
+    AccessRules,
+    Guard,
+    refusal,
+)
 from kvdepot.daemon.server.daemon import Daemon
 from kvdepot.errors import ConfigError, KVDepotError, StateError, StoreClosedError
 from kvdepot.io.acceptor import BACKLOG, connections_max
@@ -166,7 +173,8 @@ class HttpService:
         self.url = f"{scheme}://{host}:{self.port}"
         hosts = set() if token else {"localhost", "127.0.0.1", "::1", settings.host}
         limit = connections_max()
-        rules = AccessRules(token, frozenset(hosts), rate, limit // 2, limit // 4)
+        places = min(REQUESTS_MAX, limit // 2), min(SCRAPES_MAX, limit // 4)
+        rules = AccessRules(token, frozenset(hosts), rate, *places)
         server = uvicorn.Config(
             Guard(make_app(self._served), rules),
             http="h11",
