@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvdepot.config.settings import ObjectConfig
 from kvdepot.core.metadata import OWN_KINDS, surviving
 from kvdepot.core.volume import (
     SEGMENT_SHIFT,
@@ -96,7 +97,8 @@ class VolumeSet:
         """Open volumes, given as tier, path and factory. Returns the blocks of each.
 
         A volume that cannot be used is left out and retried later. Raises if the settings are
-        invalid, another process has a volume open, or no volume can be used; then all are closed.
+        invalid, object.url names another format or objects of other programs, another process has
+        a volume open, or no volume can be used; then all are closed.
         """
         for number, (tier, path, open_volume) in enumerate(wanted):
             absent = AbsentVolume(path, "not opened yet")
@@ -108,7 +110,11 @@ class VolumeSet:
             try:
                 future.result()
                 self.entered(entry)
-            except (DriveError, FormatError, UnsafePathError) as error:
+            except FormatError as error:
+                self._leave_out(entry, error)
+                if entry.tier == ObjectConfig.TIER:
+                    fatal = fatal or error  # no fault of a server: the setting names other data
+            except (DriveError, UnsafePathError) as error:
                 self._leave_out(entry, error)
             except KVDepotError as error:
                 fatal = fatal or error

@@ -19,7 +19,9 @@ from tests.support.object_nodes import (
     paths_of,
     same_bucket,
 )
+from tests.support.store_contract import small
 
+import kvdepot
 from kvdepot.core.volume import Outcome
 from kvdepot.errors import FormatError
 from kvdepot.native import checksum
@@ -121,6 +123,24 @@ def test_a_format_of_another_program_is_refused(bucket: Bucket, told: str) -> No
     with pytest.raises(FormatError, match="not a depot"):
         BucketVolume(object_config(), CONTEXT, same_bucket(bucket))
     assert paths_of(bucket) == ["meta/format"]
+
+
+@pytest.mark.parametrize(("path", "told"), [("data/a", b"theirs"), ("meta/format", b"[1]")])
+def test_such_a_setting_is_an_error_beside_drives_too(
+    tmp_path: Path, path: str, told: bytes
+) -> None:
+    """A store with a wrong prefix does not go on with its drives alone."""
+    theirs = tmp_path / "shared" / path
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(told)
+    shared = {"url": f"file://{tmp_path}/shared", "capacity": "64MiB"}
+    with pytest.raises(FormatError, match="not a depot") as caught:
+        kvdepot.open(None, **small(tmp_path / "kv"), object=shared)
+    assert caught.value.hint
+    assert [one for one in (tmp_path / "shared").rglob("*") if one.is_file()] == [theirs]
+    assert theirs.read_bytes() == told
+    with kvdepot.open(None, **small(tmp_path / "kv")):
+        pass  # the drives are closed
 
 
 def test_a_new_filesystem_is_empty(tmp_path: Path) -> None:
