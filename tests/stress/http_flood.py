@@ -21,14 +21,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from tests.support.smuggled_requests import MALFORMED, Echo, attempt, request
+from tests.support.http_daemon import HttpDaemon
+from tests.support.smuggled_requests import (
+    MALFORMED,
+    Echo,
+    attempt,
+    attempt_at_daemon,
+    request,
+)
 from tests.support.store_contract import small
 
 import kvdepot
@@ -260,9 +268,16 @@ def echoing() -> Iterator[Echo]:
             thread.join()
 
 
-def smuggle(first: int, tries: int) -> Smuggled:
+def smuggle_at_daemon(first: int, tries: int) -> Smuggled:
+    """Send requests to a daemon in this process until there were so many answers."""
+    with tempfile.TemporaryDirectory() as folder, HttpDaemon(Path(folder), TOKEN) as daemon:
+        parts = urlsplit(daemon.url)
+        address = (parts.hostname or "", parts.port or 0)
+        return smuggled(first, tries, partial(attempt_at_daemon, address, TOKEN))
+
+
+def smuggle_at_proxy(first: int, tries: int) -> Smuggled:
     """Send requests to a proxy in this process until there were so many answers."""
-    found = Smuggled()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         echo = stack.enter_context(echoing())
@@ -277,17 +292,25 @@ def smuggle(first: int, tries: int) -> Smuggled:
         stack.callback(thread.join)
         stack.callback(server.shutdown)
         address = ("127.0.0.1", int(server.server_address[1]))
-        while found.answers < tries:
-            seed = first + found.connections
-            answers, wrong = attempt(address, echo, seed)
-            found.answers += answers
-            found.connections += 1
-            if wrong:
-                found.wrong.append(f"seed {seed}: {wrong}")
+        return smuggled(first, tries, partial(attempt, address, echo))
+
+
+def smuggled(first: int, tries: int, attempt_with: Callable[[int], tuple[int, str]]) -> Smuggled:
+    """Make attempts with the seeds from `first` on until there were so many answers."""
+    found = Smuggled()
+    while found.answers < tries:
+        seed = first + found.connections
+        answers, wrong = attempt_with(seed)
+        found.answers += answers
+        found.connections += 1
+        if wrong:
+            found.wrong.append(f"seed {seed}: {wrong}")
     return found
 
 
-def smuggle_in_processes(processes: int, tries: int) -> Smuggled:
+def smuggle_in_processes(
+    smuggle: Callable[[int, int], Smuggled], processes: int, tries: int
+) -> Smuggled:
     each = -(-tries // processes)
     whole = Smuggled()
     context = multiprocessing.get_context("spawn")
@@ -312,8 +335,10 @@ def main() -> None:
         if args.connections:
             with tempfile.TemporaryDirectory() as folder:
                 told[name] = asdict(run(Path(folder), args.connections, args.seconds))
-    if args.tries:
-        told["smuggled"] = asdict(smuggle_in_processes(args.processes, args.tries))
+    for name, smuggle in (("daemon", smuggle_at_daemon), ("proxy", smuggle_at_proxy)):
+        if args.tries:
+            found = smuggle_in_processes(smuggle, args.processes, args.tries)
+            told[f"smuggled past the {name}"] = asdict(found)
     sys.stdout.write(json.dumps(told) + "\n")
 
 

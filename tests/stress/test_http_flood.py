@@ -1,9 +1,18 @@
 """A smaller `python -m tests.stress.http_flood`, for every CI."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.stress.http_flood import Seen, flood_daemon, flood_proxy, smuggle_in_processes
+from tests.stress.http_flood import (
+    Seen,
+    Smuggled,
+    flood_daemon,
+    flood_proxy,
+    smuggle_at_daemon,
+    smuggle_at_proxy,
+    smuggle_in_processes,
+)
 from tests.support.failures import check_data
 
 from kvdepot.io.acceptor import CONNECTIONS_MAX
@@ -32,7 +41,8 @@ def test_the_proxy_under_a_flood_answers_for_its_health(tmp_path: Path) -> None:
     check(flood_proxy(tmp_path, CONNECTIONS, SECONDS), 140)
 
 
-def test_no_smuggled_request_gets_an_answer() -> None:
-    found = smuggle_in_processes(1, 300)
+@pytest.mark.parametrize("smuggle", [smuggle_at_daemon, smuggle_at_proxy])
+def test_no_smuggled_request_gets_an_answer(smuggle: Callable[[int, int], Smuggled]) -> None:
+    found = smuggle_in_processes(smuggle, 1, 300)
     check_data(not found.wrong, str(found.wrong[:5]))
     assert found.answers >= 300

@@ -65,16 +65,23 @@ class _EchoHandler(BaseHTTPRequestHandler):
                 self.wfile.write(content.encode())
 
 
-def talk(front: tuple[str, int], *pieces: bytes, methods: str = "") -> list[Answer]:
-    """Send bytes on one connection, and read answers until the proxy closes it. `methods` are
-    those of the requests if an answer's length depends on them."""
-    with closing(socket.create_connection(front, timeout=120)) as connection:
+def talk(
+    front: tuple[str, int], *pieces: bytes, methods: str = "", resets: bool = False
+) -> list[Answer]:
+    """Send bytes on one connection, and read answers until the server closes it. `methods` are
+    those of the requests if an answer's length depends on them. `resets`: the server may reset the
+    connection, after which its last answers are lost."""
+    lost = (ConnectionError,) if resets else ()
+    received = b""
+    with closing(socket.create_connection(front, timeout=120)) as connection, suppress(*lost):
         for piece in pieces:
             connection.sendall(piece)
-        received = b""
         while more := connection.recv(1 << 16):
             received += more
-    return list(answers(received, methods.split()))
+    found: list[Answer] = []
+    with suppress(*((h11.RemoteProtocolError,) if resets else ())):
+        found.extend(answers(received, methods.split()))
+    return found
 
 
 def answers(received: bytes, methods: list[str]) -> Iterator[Answer]:
@@ -92,7 +99,8 @@ def answers(received: bytes, methods: list[str]) -> Iterator[Answer]:
                 content += event.data
             elif isinstance(event, h11.Response):
                 status = event.status_code
-        yield status, json.loads(content or b"null")
+        is_json = content[:1] in (b"{", b"[") or content.isdigit()
+        yield status, json.loads(content) if is_json else content.decode() or None
         received = reader.trailing_data[0]
 
 
@@ -234,4 +242,53 @@ def attempt(front: tuple[str, int], echo: Echo, seed: int) -> tuple[int, str]:
     asked = [one[0] for one in pool.expected[:refused] if one is not None]
     if echo.asked != [one for one in asked if one not in ("/kvdepot/status", "/last")]:
         return len(found), f"the server was asked {echo.asked}"
+    return len(found), ""
+
+
+class DaemonRequests(PooledRequests):
+    """The same for the HTTP server of a daemon, whose errors name the field that a request has
+    and that is unknown."""
+
+    def __init__(self, seed: int, token: str) -> None:
+        self._token = token
+        super().__init__(seed)
+
+    def add(self, path: str) -> None:
+        choice, field = self.random, "r" + path.replace("/", "_")
+        method, body = choice.choice(["GET", "POST", "HEAD"]), SMUGGLED * choice.randint(0, 2)
+        media, path = "", f"/api/sessions?{field}=1"
+        malformed = choice.random() < 0.25
+        if method == "POST":
+            media, path = "Content-Type: application/json\r\n", "/api/prefix"
+            body = json.dumps({"token_ids": [1], field: body.decode()}).encode()
+        if malformed:
+            method = "POST"
+            framing, body = MALFORMED[choice.choice(list(MALFORMED))]
+        elif choice.random() < 0.5:
+            framing = "Transfer-Encoding: chunked\r\n"
+            at = choice.randrange(len(body) + 1)
+            body = chunks(*filter(None, (body[:at], body[at:])))
+        else:
+            framing = f"Content-Length: {len(body)}\r\n"
+        self.sent += request(path, media + framing, body, method, self._token)
+        self.methods.append(method)
+        self.expected.append(None if malformed else (field, method))
+
+
+def attempt_at_daemon(address: tuple[str, int], token: str, seed: int) -> tuple[int, str]:
+    """Send one connection's requests to a daemon. Returns as `attempt` does."""
+    pool = DaemonRequests(seed, token)
+    breaks = None in pool.expected
+    found = talk(address, *pool.pieces(), methods=" ".join(pool.methods), resets=breaks)
+    good = pool.expected.index(None) if breaks else len(pool.expected) - 1
+    if len(found) > good + 1 or (len(found) < good + 1 and not breaks):
+        return len(found), f"{len(found)} answers to {len(pool.expected)} requests"
+    for (status, answer), expected in zip(found[:good], pool.expected, strict=False):
+        assert expected is not None
+        field, method = expected
+        if status != 400 or (method != "HEAD" and field != answer["error"].split(":")[0]):
+            return len(found), f"{status} {answer} for {expected}"
+    # The last request has no token.
+    if len(found) > good and found[good][0] != (400 if breaks else 401):
+        return len(found), f"{found[good]} for a malformed request, or the last one"
     return len(found), ""
