@@ -126,7 +126,7 @@ async def healthz() -> Answer:
 @health.get("/readyz", responses={503: {"description": "The daemon is stopping."}})
 async def readyz(here: Here, response: Response) -> Answer:
     """The daemon accepts clients."""
-    if here.daemon.is_stopping:
+    if here.daemon.loop.is_stopping:
         response.status_code = 503
         return {"ready": False, "why": "the daemon is stopping"}
     return {"ready": True}

@@ -40,23 +40,19 @@ class ChangeRunner:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last = StoreChange(0, "", "done")
-
-    @property
-    def last(self) -> StoreChange:
+        self.last = StoreChange(0, "", "done")
         """The latest change; number 0 before the first."""
-        return self._last
 
     def run(self, what: str, work: Callable[[], int | None]) -> StoreChange:
         """Start a change and wait a short time for its end. ChangeRunningError
         if one is running.
         """
         with self._lock:
-            if self._last.state == "running":
+            if self.last.state == "running":
                 raise ChangeRunningError(
-                    f"another change is running: {self._last.what}", hint="GET /api/change"
+                    f"another change is running: {self.last.what}", hint="GET /api/change"
                 )
-            change = self._last = StoreChange(self._last.number + 1, what)
+            change = self.last = StoreChange(self.last.number + 1, what)
         thread = threading.Thread(
             target=_settle, args=(change, work), name="kvdepot-http-change", daemon=True
         )

@@ -205,7 +205,7 @@ class Connection:
             self._refuse(frame.serial, f"{REFUSED_FOR_VERSIONS}{theirs}")
             return None
         daemon = self._daemon
-        if not daemon.admits(self.channel):
+        if not daemon.listener.admits(self.channel):
             self._refuse(frame.serial, f"user {self.channel.peer().uid} may not use it")
             return None
         client = daemon.join_client(hello.token, self.channel, protocol)
@@ -431,7 +431,7 @@ class Daemon:
         """The file of the settings; `kvdepot tiers --save` changes it."""
         self.settings_elsewhere: list[str] = []
         """Settings that were not read from this file, such as those of the command line."""
-        self._listener = listener
+        self.listener = listener
         self._workers = WorkerThreads("kvdepot-client")
         self.loop = Loop(listener, self._workers, self._end_overdue)
         self._changed = threading.Condition()
@@ -455,10 +455,6 @@ class Daemon:
         finally:
             sys.setswitchinterval(before)
 
-    @property
-    def is_stopping(self) -> bool:
-        return self.loop.is_stopping
-
     def stop(self) -> None:
         """Make `run` return. May be called from a signal handler, and twice."""
         self.loop.stop()
@@ -479,7 +475,7 @@ class Daemon:
         self._workers.close()
         self.store.flush(0.0)  # clients were told of blocks that were evicted unwritten before
         report = self.store.close(timeout_s)
-        self._listener.close()
+        self.listener.close()
         self.loop.close()
         return report
 
@@ -496,9 +492,6 @@ class Daemon:
                 self._clients[client.token] = client
                 self.counters.count("sessions")
         return client if client is not None and client.join(channel) else None
-
-    def admits(self, channel: Channel) -> bool:
-        return self._listener.admits(channel)
 
     def forget(self, client: ClientResources) -> None:
         with self._changed:
@@ -518,7 +511,7 @@ class Daemon:
             "pid": os.getpid(),
             "version": kvdepot.__version__,
             "protocol": PROTOCOL,
-            "socket": str(self._listener.path),
+            "socket": str(self.listener.path),
             "settings_file": str(self.settings_file) if self.settings_file else None,
             "settings_elsewhere": self.settings_elsewhere,
             "uptime_s": time.monotonic() - self._started,
@@ -543,7 +536,7 @@ class Daemon:
                 client.hang_up()
 
     def _accept(self) -> None:
-        connected = self._listener.accept()
+        connected = self.listener.accept()
         if connected is None:
             # No free descriptors, or the client has disconnected: the loop must not spin.
             threading.Event().wait(_PAUSE_S)
