@@ -162,7 +162,7 @@ def test_late_bytes_of_a_removed_block_are_not_kept(tmp_path: Path) -> None:
         blocks = store.stats()["tiers"]["dram"]["blocks"]
         store.remove(key)
         stall.release()
-        assert store.inspect().wait_for_late_reads(60.0)
+        assert store.inspect().reader.late.wait(60.0)
         assert not store.match([key]).tiers
         assert store.stats()["tiers"]["dram"]["blocks"] == blocks
         put_all(store, [key])
@@ -181,7 +181,7 @@ def test_late_bytes_that_are_damaged_are_not_kept(
             "kvdepot.store.read.timed_out.payload_intact", lambda image, head: False
         )
         stall.release()
-        assert store.inspect().wait_for_late_reads(60.0)
+        assert store.inspect().reader.late.wait(60.0)
         assert store.match([key]).tiers == ("ssd",)
         until(lambda: verified_hits(store, [key]) == 1)
         assert_quiet(store)

@@ -66,10 +66,6 @@ class StoreInspector:
         """The volume of each block in a lower tier; -1 if the tier does not have it."""
         return [volume_of(location) for location in self.locations(keys, number)]
 
-    def are_in(self, keys: Sequence[BlockKey], number: int = 0) -> list[bool]:
-        """True for each block that is in a lower tier."""
-        return [location != NONE for location in self.locations(keys, number)]
-
     def drop_from_memory(self, keys: Sequence[BlockKey] | None = None) -> None:
         """Evict blocks (default: all) from the fastest memory tier. They must
         be written already.
@@ -84,12 +80,6 @@ class StoreInspector:
                 if row != NONE and memory.copies.ready(row):
                     memory.drop(row)
 
-    def damage_memory(self, key: BlockKey, offset: int, number: int = 0) -> None:
-        """Flip a bit in the record of a block in a memory tier."""
-        memory = self.memory(number)
-        with self.state.lock:
-            memory.image(self.state.catalog.row(key))[offset] ^= 1
-
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
         """Wait until a condition is true. False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
@@ -98,9 +88,6 @@ class StoreInspector:
                 return False
             time.sleep(0.005)
         return True
-
-    def wait_for_late_reads(self, timeout_s: float = 10.0) -> bool:
-        return self.reader.late.wait(timeout_s)
 
     def wait_for_prefault(self, timeout_s: float = 60.0) -> bool:
         """Wait until prefaulting has ended. False after `timeout_s`."""

@@ -126,7 +126,7 @@ def test_a_wave_that_waits_for_its_turn_is_taken_back(
     answers = store.get_many(keys, [bytearray(BLOCK_BYTES) for _ in keys], timeout_s=0.2)
     assert [answer.reason for answer in answers] == ["late"] * BLOCKS
     stall.release()
-    assert store.inspect().wait_for_late_reads()
+    assert store.inspect().reader.late.wait(10.0)
     assert files.counts[Call.RUN_READ] - before <= stalled
     files.clear()
     assert store.match(keys).tiers.count("dram") <= stalled

@@ -83,7 +83,10 @@ def test_a_wrong_number_of_them_is_the_callers_mistake(tmp_path: Path, count: in
 def test_a_damaged_head_gives_none(tmp_path: Path) -> None:
     with kvdepot.open(**settings(tmp_path / "kv")) as store:
         keys, ids = put_with(store, 7)
-        store.inspect().damage_memory(keys[0], TABLE_OFFSET + 8 * LAYOUT.layers + 1)
+        inside = store.inspect()
+        with inside.state.lock:
+            image = inside.memory().image(inside.catalog.row(keys[0]))
+            image[TABLE_OFFSET + 8 * LAYOUT.layers + 1] ^= 1
         assert store.routing.token_ids(keys) == [[], *ids[1:]]
 
 
