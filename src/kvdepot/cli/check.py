@@ -1,8 +1,7 @@
 """`kvdepot check PATH`: verifies a store on disk, and repairs it."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from kvdepot.cli import output
 from kvdepot.cli.command import Answer, Command
@@ -16,14 +15,14 @@ SHOWN_MAX = 20
 
 
 def run(args: argparse.Namespace) -> Answer:
-    with following(f"checking {args.path}") as progress:
-        report = audit(args.path, progress=progress)
+    with output.Progress(f"checking {args.path}") as line:
+        report = audit(args.path, progress=line.reach)
     if report.ok or not args.repair:
         return answer(report)
-    with following(f"repairing {args.path}") as progress:
-        repaired = repair(args.path, progress=progress)
-    with following(f"checking {args.path}") as progress:
-        left = answer(audit(args.path, progress=progress))
+    with output.Progress(f"repairing {args.path}") as line:
+        repaired = repair(args.path, progress=line.reach)
+    with output.Progress(f"checking {args.path}") as line:
+        left = answer(audit(args.path, progress=line.reach))
     assert isinstance(left.document, dict)
     findings = {"found": report.as_dict()["findings"], **repaired.as_dict()}
     lines = ["found", *shown(report.findings, "  "), "repaired", *shown(repaired.done, "  ")]
@@ -31,18 +30,6 @@ def run(args: argparse.Namespace) -> Answer:
         lines += ["could not repair", *shown(repaired.failed, "  ")]
     document = {**left.document, "repair": findings}
     return Answer(document, [*lines, *left.text], left.notes, left.status)
-
-
-@contextmanager
-def following(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A line of progress, and the function that reports bytes done and bytes in all."""
-    with output.Progress(label) as line:
-
-        def progress(done: int, total: int) -> None:
-            line.total = total
-            line.advance(done - line.done)
-
-        yield progress
 
 
 def answer(report: AuditReport) -> Answer:

@@ -115,8 +115,7 @@ def measure_store(config: Config) -> None:
             time.sleep(_POLL_S)
             drives = [d for tier in store.stats()["tiers"].values() for d in tier.get("drives", ())]
             profiles = [drive["profile"] for drive in drives if drive["profile"]]
-            done = sum(profile["measured_at_s"] >= started_s for profile in profiles)
-            progress.advance(done - progress.done)
+            progress.reach(sum(profile["measured_at_s"] >= started_s for profile in profiles))
     if progress.done < count:
         missing = format_count(count - progress.done, "drive")
         output.say(f"{missing} could not be measured: full, or failing")

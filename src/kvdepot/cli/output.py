@@ -9,6 +9,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -93,12 +94,7 @@ def is_terminal() -> bool:
 
 def width() -> int | None:
     """The columns of the terminal of stdout; None without a terminal."""
-    if not is_terminal():
-        return None
-    try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or None
-    except OSError:
-        return None
+    return shutil.get_terminal_size().columns if is_terminal() else None
 
 
 def talk_stream() -> TextIO:
@@ -135,7 +131,7 @@ class Progress:
 
     On a terminal the line is rewritten in place and removed at the end. In a log file nothing is
     written in the first two seconds, then one line every ten. Use it as a scope; call `advance`
-    from one thread.
+    and `reach` from one thread.
     """
 
     def __init__(
@@ -165,7 +161,12 @@ class Progress:
             self._stream.flush()
 
     def advance(self, amount: int = 1) -> None:
-        self.done += amount
+        self.reach(self.done + amount)
+
+    def reach(self, done: int, total: int | None = None) -> None:
+        """`done` of `total` are done; the total is unchanged if it is None."""
+        self.done = done
+        self.total = self.total if total is None else total
         self._show_if_due()
 
     def _show_if_due(self) -> None:

@@ -148,7 +148,7 @@ def timed_play(workload: Workload, case: Case) -> tuple[HitCounts, float]:
     started_s = time.perf_counter()
     label = f"{case.policy} at {case.capacity.text}"
     with output.Progress(label, total=len(workload)) as line:
-        counts = play(workload, case, lambda done: line.advance(done - line.done))
+        counts = play(workload, case, line.reach)
     return counts, time.perf_counter() - started_s
 
 
@@ -276,7 +276,7 @@ def simulate(
     started_s = time.perf_counter()
     with output.Progress(label, total=len(workload)) as line:
         fleet = SimulatedFleet(fleet_of(machines, parts, workload.block_tokens), workload)
-        findings = fleet.run(arrivals, lambda done: line.advance(done - line.done))
+        findings = fleet.run(arrivals, line.reach)
     if findings.refused and not findings.served:
         raise ConfigError(
             "GPU memory",

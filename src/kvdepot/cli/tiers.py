@@ -162,7 +162,7 @@ def waiting(label: str, total: int = 0, done: Callable[[], int] = lambda: 0) -> 
         def show_line() -> None:
             while not ended.wait(POLL_S):
                 try:
-                    line.advance(done() - line.done)
+                    line.reach(done())
                 except (KVDepotError, OSError):
                     return  # the body fails too, and reports it
 

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> Answer:
                     if not args.json:
                         report_failure(outcome, args.path)
                 line.label = f"{label}: {summary(totals)}"
-                line.advance(int(time.monotonic() - started) - line.done)
+                line.reach(int(time.monotonic() - started))
         if args.keep and failed:
             output.say(f"kept: {folder}")
     took_s = time.monotonic() - started
