@@ -13,12 +13,12 @@ import json
 import random
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from kvdepot.policy.fetching.speed_models import PrefillPace
-from kvdepot.sim.arrivals import InFlight
 from kvdepot.sim.drives import DriveSpeed
 from kvdepot.sim.fleet import FleetSetup, SimulatedFleet, TierSetup
 from kvdepot.sim.gpu import GpuPace
@@ -44,6 +44,24 @@ ARMS = {
     "each for itself": (replace(RULES, considers=False), TIERS),
     "for the queue": (RULES, TIERS),
 }
+
+
+class InFlight:
+    """`at_once` requests in flight, in the order of the workload."""
+
+    def __init__(self, workload: Workload, at_once: int) -> None:
+        self._count = len(workload)
+        self._begun = min(at_once, self._count)
+
+    def first(self) -> Iterator[tuple[float, int]]:
+        for number in range(self._begun):
+            yield 0.0, number
+
+    def after(self, number: int, asked_s: float, answered_s: float) -> tuple[float, int] | None:
+        if self._begun == self._count:
+            return None
+        self._begun += 1
+        return answered_s, self._begun - 1
 
 
 @dataclass(frozen=True, slots=True)

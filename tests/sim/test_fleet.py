@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from benchmarks.queue_decision import InFlight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError
 from kvdepot.policy.fetching.speed_models import PrefillPace
-from kvdepot.sim.arrivals import AsRecorded, Conversations, InFlight, MultiTurn
+from kvdepot.sim.arrivals import AsRecorded, Conversations, MultiTurn
 from kvdepot.sim.drives import DriveSpeed
 from kvdepot.sim.fleet import FleetSetup, RouteName, SimulatedFleet, TierSetup
 from kvdepot.sim.gpu import GpuPace

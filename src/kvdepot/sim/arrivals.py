@@ -1,5 +1,4 @@
-"""Arrival times: those of a trace, of users who ask one question after the other, or of a fixed
-number of requests in flight."""
+"""Arrival times: those of a trace, or of users who ask one question after the other."""
 
 import random
 from collections.abc import Iterator
@@ -36,24 +35,6 @@ class AsRecorded:
 
     def after(self, number: int, asked_s: float, answered_s: float) -> tuple[float, int] | None:
         return None
-
-
-class InFlight:
-    """`at_once` requests in flight, in the order of the workload."""
-
-    def __init__(self, workload: Workload, at_once: int) -> None:
-        self._count = len(workload)
-        self._begun = min(at_once, self._count)
-
-    def first(self) -> Iterator[tuple[float, int]]:
-        for number in range(self._begun):
-            yield 0.0, number
-
-    def after(self, number: int, asked_s: float, answered_s: float) -> tuple[float, int] | None:
-        if self._begun == self._count:
-            return None
-        self._begun += 1
-        return answered_s, self._begun - 1
 
 
 @dataclass(frozen=True, slots=True)
