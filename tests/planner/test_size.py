@@ -106,8 +106,8 @@ def test_states_are_stored_as_they_are() -> None:
 
 def test_retention_is_capacity_over_rate() -> None:
     kept = retention("ssd", 86_400 * 10**6, 1000.0, 1000.0)
-    assert (kept.days, kept.hours, kept.minutes) == (1.0, 24.0, 1440.0)
-    assert kept.tokens == 86_400 * 10**3
+    assert (kept["days"], kept["hours"], kept["minutes"]) == (1.0, 24.0, 1440.0)
+    assert kept["tokens"] == 86_400 * 10**3
 
 
 def test_people_get_tables(capsys: Seen) -> None:

@@ -119,11 +119,11 @@ GROUPS: Final[Mapping[str, Column]] = {
 }
 RETENTION: Final[Mapping[str, Column]] = {
     "tier": "tier",
-    "size": lambda row: format_decimal_bytes(row.capacity_bytes),
+    "size": lambda row: format_decimal_bytes(row["capacity_bytes"]),
     "tokens": "tokens",
-    "minutes": lambda row: f"{row.minutes:,.1f}",
-    "hours": lambda row: f"{row.hours:,.2f}",
-    "days": lambda row: f"{row.days:,.2f}",
+    "minutes": lambda row: f"{row['minutes']:,.1f}",
+    "hours": lambda row: f"{row['hours']:,.2f}",
+    "days": lambda row: f"{row['days']:,.2f}",
 }
 CODECS: Final[Mapping[str, Column]] = {
     "if stored as": "codec",

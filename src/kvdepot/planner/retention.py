@@ -109,32 +109,20 @@ SEED_TIERS: Final[dict[str, int]] = {
 papers give no CXL size: 4 TB is an example."""
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """The age at which a tier that is filled at a steady rate evicts an unused byte."""
-
-    tier: str
-    capacity_bytes: int
-    tokens: int
-    seconds: float
-    minutes: float
-    hours: float
-    days: float
-
-
 def retention(
     tier: str, capacity_bytes: int, bytes_per_token: float, tokens_per_s: float
-) -> Retention:
-    """Raises ConfigError unless all are positive."""
+) -> dict[str, str | int | float]:
+    """The age at which a tier that is filled at a steady rate evicts an unused byte. Raises
+    ConfigError unless all are positive."""
     if min(capacity_bytes, bytes_per_token, tokens_per_s) <= 0:
         raise ConfigError(tier, "a capacity and a token rate must be more than 0")
     seconds = capacity_bytes / (bytes_per_token * tokens_per_s)
-    return Retention(
-        tier=tier,
-        capacity_bytes=capacity_bytes,
-        tokens=int(capacity_bytes / bytes_per_token),
-        seconds=seconds,
-        minutes=seconds / 60,
-        hours=seconds / 3600,
-        days=seconds / DAY_S,
-    )
+    return {
+        "tier": tier,
+        "capacity_bytes": capacity_bytes,
+        "tokens": int(capacity_bytes / bytes_per_token),
+        "seconds": seconds,
+        "minutes": seconds / 60,
+        "hours": seconds / 3600,
+        "days": seconds / DAY_S,
+    }
