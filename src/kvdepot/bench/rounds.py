@@ -6,7 +6,7 @@ luckiest of many runs with one run of the subject.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -159,14 +159,10 @@ def compare(
     for work in works.values():
         work()
     for number in range(rounds):
-        for name in _order(list(works), number):
+        for name in list(works) if number % 2 == 0 else reversed(works):
             seconds[name].append(works[name]())
     limit_seconds = tuple(seconds.pop(""))
     return {name: Timings(tuple(taken), limit_seconds, limit_by) for name, taken in seconds.items()}
-
-
-def _order(names: Sequence[str], number: int) -> Iterator[str]:
-    return iter(names) if number % 2 == 0 else reversed(names)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

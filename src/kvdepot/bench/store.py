@@ -36,6 +36,10 @@ from kvdepot.errors import StateError
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
 
+MEMORY: Final = 0.85
+"""The promised speed of memory for blocks of a MiB, relative to memcpy in one thread."""
+FASTEST_COPY: Final = 0.80
+"""The same for `get_many` and blocks of 4 MiB, relative to streaming copies on all cores."""
 MATCH_LEASE_US: Final = 1000.0
 """The promise for matching and leasing a hit of 512 blocks."""
 KEYS_US: Final = 10_000.0
@@ -64,16 +68,6 @@ def disk_bar(op: str, block_bytes: int) -> float | None:
         return 0.80 if block_bytes >= 4 * MIB else 0.75 if block_bytes >= 128 << 10 else None
     least = {"deliver": 0.90, "put": 0.85}.get(op)
     return least if block_bytes >= 4 * MIB else None
-
-
-def memory_bar(block_bytes: int) -> float | None:
-    """The least speed relative to memcpy in one thread."""
-    return 0.85 if block_bytes >= MIB else None
-
-
-def fastest_copy_bar(op: str, block_bytes: int) -> float | None:
-    """The least speed relative to the fastest copy: streaming, on all cores."""
-    return 0.80 if op == "get_many" and block_bytes >= 4 * MIB else None
 
 
 def parts(plan: BenchPlan, directory: Path) -> Iterator[BenchPart]:
@@ -152,10 +146,11 @@ def measure_memory(block_bytes: int, set_bytes: int, rounds: int) -> list[Result
         best = compare(best_copies(batch, stored), {"put_many": subject.put_many}, rounds)
         best |= compare(best_copies(stored, batch), {"get_many": subject.get_many}, rounds)
         for op, speed in speeds.items():
-            bar = memory_bar(block_bytes)
+            bar = MEMORY if block_bytes >= MIB else None
             rows.append(speed.row("dram", op, block_bytes, subject.set_bytes, bar))
         for op, speed in best.items():
-            name, bar = f"{op}, fastest copy", fastest_copy_bar(op, block_bytes)
+            judged = op == "get_many" and block_bytes >= 4 * MIB
+            name, bar = f"{op}, fastest copy", FASTEST_COPY if judged else None
             rows.append(speed.row("dram", name, block_bytes, subject.set_bytes, bar))
     return rows
 

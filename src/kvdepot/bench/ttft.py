@@ -33,31 +33,24 @@ _WAIT_S: Final = 120.0
 _ROOM: Final = 1.25
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    directory: Path
-    cache: Path
-    """The folder of SmolLM2."""
-    folder: Path | None
-    """A model to use instead."""
-    prefix_tokens: int
-    rounds: int
+def measure(
+    directory: Path, cache: Path, folder: Path | None, prefix_tokens: int, rounds: int
+) -> list[Result]:
+    """`cache` is the folder of SmolLM2, `folder` a model to use instead."""
+    from kvdepot.adapters.hf import smollm2
+    from kvdepot.adapters.hf.first_token import TimedModel
 
-    def __call__(self) -> list[Result]:
-        from kvdepot.adapters.hf import smollm2
-        from kvdepot.adapters.hf.first_token import TimedModel
-
-        model = TimedModel.load(self.folder or smollm2.prepare(self.cache))
-        if model.context_tokens < self.prefix_tokens + QUESTION_TOKENS + 1:
-            reason = f"{self.prefix_tokens} is more than the model's {model.context_tokens}"
-            raise ConfigError("prefix", reason, hint="give a smaller --prefix")
-        arms = Arms(model, self.directory, self.prefix_tokens)
-        try:
-            with_depot = {"miss": arms.miss, "dram": arms.dram, "ssd": arms.ssd}
-            speeds = compare({"computed": arms.computed}, with_depot, self.rounds)
-        finally:
-            arms.close()
-        return figures(speeds, self.prefix_tokens, arms.whole_call_s)
+    model = TimedModel.load(folder or smollm2.prepare(cache))
+    if model.context_tokens < prefix_tokens + QUESTION_TOKENS + 1:
+        reason = f"{prefix_tokens} is more than the model's {model.context_tokens}"
+        raise ConfigError("prefix", reason, hint="give a smaller --prefix")
+    arms = Arms(model, directory, prefix_tokens)
+    try:
+        with_depot = {"miss": arms.miss, "dram": arms.dram, "ssd": arms.ssd}
+        speeds = compare({"computed": arms.computed}, with_depot, rounds)
+    finally:
+        arms.close()
+    return figures(speeds, prefix_tokens, arms.whole_call_s)
 
 
 @dataclass(slots=True)

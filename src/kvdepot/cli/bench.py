@@ -6,6 +6,7 @@ other work on the machine affects both. A missed bar is shown; only --strict mak
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,7 +74,7 @@ def run_ttft(args: argparse.Namespace) -> Answer:
     cache = models_folder(args.env)
 
     def parts(directory: Path) -> Iterator[BenchPart]:
-        run = ttft.Measurement(directory, cache, folder, tokens, rounds)
+        run = partial(ttft.measure, directory, cache, folder, tokens, rounds)
         yield BenchPart(f"time to first token, {tokens} tokens", run)
 
     return measure(args, 4 * GIB, parts)

@@ -144,22 +144,19 @@ def is_far(node: Path) -> bool:
     return not read_text(node / "cpulist") and kib(size) > 0
 
 
-def read_disk(entry: Path) -> Disk:
-    return Disk(
-        name=entry.name,
-        size_bytes=int(read_text(entry / "size") or 0) * SECTOR_BYTES,
-        rotational=read_text(entry / "queue/rotational") == "1",
-        model=read_text(entry / "device/model"),
-    )
-
-
 def find_disk(device: str, root: Path = HERE) -> Disk | None:
     """The disk of a `major:minor`, or of the partition that it names."""
     entry = root / "sys/dev/block" / device
     if not entry.exists():
         return None
     entry = entry.resolve()
-    return read_disk(entry.parent if (entry / "partition").exists() else entry)
+    entry = entry.parent if (entry / "partition").exists() else entry
+    return Disk(
+        name=entry.name,
+        size_bytes=int(read_text(entry / "size") or 0) * SECTOR_BYTES,
+        rotational=read_text(entry / "queue/rotational") == "1",
+        model=read_text(entry / "device/model"),
+    )
 
 
 def find_mount(path: Path, root: Path = HERE) -> tuple[str, str]:
