@@ -1,6 +1,6 @@
 """Every volume of ours obeys the contract.
 
-Slow: what differs from a quick one in its I/O engine only.
+Slow: what differs from a quick one in its I/O only.
 """
 
 import subprocess
@@ -137,6 +137,7 @@ class TestHardDrive(LogVolumeContract):
     contiguous_bytes = 1 << 20
 
 
+@pytest.mark.slow
 class TestEmulatedHardDrive(TestHardDrive):
     def open_files(self) -> Files:
         fast = DriveModel(read_bandwidth=1 << 30, write_bandwidth=1 << 30, seek=0.0001)

@@ -44,7 +44,6 @@ GOLDEN = {
         "5df41eba6778c0a21398aec246a7c0590194bc66b0b4ef77a0080c39685fe9c8",
     ],
 }
-PYTHONS = [sys.executable, *(f"/root/.pyenv/versions/{v}/bin/python" for v in ("3.12.1", "3.13.0"))]
 SOURCE = Path(__file__).parents[2] / "src"
 
 
@@ -119,13 +118,9 @@ def test_golden_keys(secret: bytes) -> None:
     assert [key.hex() for key in golden_namespace(secret).keys(TOKENS)] == GOLDEN[secret]
 
 
-@pytest.mark.parametrize("hash_seed", ["0", "1", "4242"])
-@pytest.mark.parametrize("python", PYTHONS)
-def test_golden_keys_in_another_process(python: str, hash_seed: str) -> None:
-    if not Path(python).exists():
-        pytest.skip(f"{python} is not installed")
-    if subprocess.run([python, "-c", "import numpy"], capture_output=True).returncode:
-        pytest.skip(f"{python} has no numpy")
+@pytest.mark.parametrize("hash_seed", ["0", "4242"])
+def test_golden_keys_in_another_process(hash_seed: str) -> None:
+    """Under another Python too: `./dev e2e move`."""
     script = (
         "from kvdepot.core.layout import KVLayout\n"
         "from kvdepot.core.namespace import Namespace\n"
@@ -138,7 +133,7 @@ def test_golden_keys_in_another_process(python: str, hash_seed: str) -> None:
     )
     env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run(
-        [python, "-c", script], env=env, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == GOLDEN[b"correct horse"]
 

@@ -154,7 +154,7 @@ def test_damage_at_rest(
     harm: Harm, closed: Closed, foreign: Closed, tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
-    for _ in range(4):
+    for _ in range(2):
         path = closed.copy(tmp_path / "damaged")
         harm(path, rng, foreign.path)
         repaired = Path(shutil.copytree(path, tmp_path / "repaired"))
@@ -177,7 +177,7 @@ def test_damage_while_open(
     harm: Harm, closed: Closed, foreign: Closed, tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
-    for _ in range(3):
+    for _ in range(2):
         path = closed.copy(tmp_path / "store")
         with open_store(path) as store:
             space = space_of(store)

@@ -16,7 +16,7 @@ from tests.support.failures import check_data
 pytestmark = pytest.mark.crash
 
 
-@pytest.mark.parametrize("rounds", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_power_cuts(tmp_path: Path, seed: int, rounds: int) -> None:
     """In a process of their own: a fork of this one has what other tests have left open."""
     command = [sys.executable, "-m", "kvdepot", "torture", str(tmp_path), "--only", "cuts"]

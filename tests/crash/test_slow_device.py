@@ -36,6 +36,7 @@ FAST, SLOW = 24_000_000, 1_200_000
 pytestmark = [
     pytest.mark.root,
     pytest.mark.crash,
+    pytest.mark.slow,
     pytest.mark.skipif(
         not are_there(),
         reason="needs root, FUSE and nbdkit: apt-get install nbdkit libnbd-bin fuse3",
@@ -43,7 +44,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["ssd", pytest.param("hdd", marks=pytest.mark.slow)])
+@pytest.fixture(params=["ssd", "hdd"])
 def tier(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -121,7 +122,6 @@ def beside(tmp_path: Path, fault: str) -> Iterator[Disk]:
     disk.remove()
 
 
-@pytest.mark.slow
 def test_a_real_disk_goes_bad_beside_others_and_comes_back(
     tmp_path: Path, beside: Disk, tier: str, fault: str
 ) -> None:

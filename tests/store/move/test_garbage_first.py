@@ -8,7 +8,11 @@ from tests.support.store_contract import prompt, put, small, space_of
 from kvdepot.config.settings import load
 from kvdepot.store.open import assemble
 
-ORDERS = ["default", "lru", "fifo", "lfu", "s3fifo"]
+ORDERS = [
+    "default",
+    "s3fifo",
+    *(pytest.param(order, marks=pytest.mark.slow) for order in ("lru", "fifo", "lfu")),
+]
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -20,7 +20,7 @@ from kvdepot.volumes.log.metadata import COPIES
 
 NAMES = ["superblock", *COPIES, "segment-000000.kvs"]
 """Each drive has one segment: if it is swapped, all of its segments are another drive's."""
-WORLDS = ["two ssds", "ssd and hdd"]
+WORLDS = ["two ssds", pytest.param("ssd and hdd", marks=pytest.mark.slow)]
 
 
 def opened(folder: Path, world: str) -> Store:
