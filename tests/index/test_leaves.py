@@ -5,7 +5,6 @@ The order in which blocks leave: tests/property/test_lru.py.
 
 import struct
 
-import pytest
 from tests.support.catalogs import chain, in_memory
 
 from kvdepot.core.block import BlockKey
@@ -60,35 +59,6 @@ class Memory:
 
     def use(self, *names: str) -> None:
         self.catalog.use([self.row[name] for name in names])
-
-
-@pytest.fixture
-def memory() -> Memory:
-    return Memory()
-
-
-@pytest.mark.parametrize("times", [1, 2, 5])
-def test_a_held_block_is_out_of_line_until_the_last_release(memory: Memory, times: int) -> None:
-    memory.enter("a")
-    memory.enter("b")
-    leaves, row = memory.catalog.leaves, memory.row["a"]
-    for _ in range(times):
-        leaves.hold(row)
-    for _ in range(times):
-        assert leaves.held(row)
-        assert memory.coldest() == "b"
-        leaves.release(row)
-    assert not leaves.held(row)
-    assert memory.coldest() == "a"
-
-
-def test_a_block_held_before_it_enters_stays_out_of_line(memory: Memory) -> None:
-    row = memory.know("a")
-    memory.catalog.leaves.hold(row)
-    memory.enter("a")
-    assert memory.coldest() is None
-    memory.catalog.leaves.release(row)
-    assert memory.coldest() == "a"
 
 
 class TestChains:

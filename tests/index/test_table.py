@@ -8,8 +8,8 @@ import struct
 import numpy as np
 
 from kvdepot.core.block import BlockKey
-from kvdepot.core.keys import as_keys, as_words
-from kvdepot.index.table import NONE, KeyTable
+from kvdepot.core.keys import as_keys
+from kvdepot.index.table import KeyTable
 
 
 def key(tag: int, link: int, high: int, low: int = 0) -> BlockKey:
@@ -37,31 +37,6 @@ def test_a_row_tells_its_own_name_and_its_parents() -> None:
     assert table.find_name(5, 222) == child
 
 
-def test_a_freed_row_is_used_again_and_starts_with_the_fill_values() -> None:
-    table = KeyTable()
-    column = table.column(np.int32, -7)
-    row = table.add(key(1, 0, 1))
-    column[row] = 99
-    table.hide(row)
-    table.free(row)
-    again = table.add(key(1, 0, 2))
-    assert again == row
-    assert column[again] == -7
-    assert table.live == 1
-
-
-def test_many_at_once_equals_one_by_one() -> None:
-    one_by_one, at_once = KeyTable(), KeyTable()
-    keys = [key(n % 3, n, (n + 1) << 40 | n % 500, n) for n in range(2500)]
-    first = [one_by_one.add(one) for one in keys]
-    rows = at_once.add_many(as_words(keys)).tolist()
-    assert rows == first
-    assert [at_once.find(one) for one in keys] == rows
-    assert at_once.find_many(as_words(keys[::-1])).tolist() == rows[::-1]
-    tags, links = as_words(keys)[:, 0], as_words(keys)[:, 2]
-    assert at_once.find_names(tags, links).tolist() == rows
-
-
 def test_the_table_itself_takes_at_most_70_bytes_a_block_after_a_bulk_load() -> None:
     """32 for the key, 4 for the free list, 8 to 16 for slots: 2 to 4 of 4 bytes a row."""
     table = KeyTable()
@@ -70,15 +45,3 @@ def test_the_table_itself_takes_at_most_70_bytes_a_block_after_a_bulk_load() -> 
     words[:, 2] = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     table.add_many(words)
     assert 44 * count <= table.memory_bytes() <= 70 * count
-
-
-def test_keys_that_share_half_a_digest_are_told_apart() -> None:
-    """The quick way looks at that half only; what it takes for another must not be answered."""
-    table = KeyTable()
-    keys = [key(1, 0, 77, 1), key(1, 0, 77, 2), key(2, 0, 77, 1), key(1, 5, 77, 1)]
-    rows = [table.add(one) for one in keys]
-    others = [key(1, 0, 78, n) for n in range(20)]
-    rows += [table.add(one) for one in others]
-    assert table.find_many(as_words([*keys, *others])).tolist() == rows
-    absent = [key(1, 0, 77, 3), key(3, 0, 78, 0), key(1, 0, 79, 0)]
-    assert table.find_many(as_words([*absent, keys[2]])).tolist() == [NONE] * 3 + [rows[2]]

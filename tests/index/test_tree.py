@@ -72,14 +72,6 @@ class Forest:
         return False
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations([1, 2, 3, 4])))
-def test_links_do_not_depend_on_the_order_of_arrival(order: tuple[int, ...]) -> None:
-    forest = Forest()
-    for number in order:
-        forest.add([number])
-        forest.check()
-
-
 def test_links_follow_random_arrivals_and_departures(seed: int) -> None:
     rng = random.Random(seed)
     forest = Forest()
@@ -106,17 +98,6 @@ def test_recovered_rows_are_linked_as_if_they_had_come_one_by_one(batch: list[in
     for number in list(PARENTS):
         forest.remove(number)
         forest.check()
-
-
-def test_the_head_of_a_used_prompt_is_newer_than_its_tail_and_newer_than_before() -> None:
-    forest = Forest()
-    forest.add([1, 2, 4])
-    prompt = [forest.rows[n] for n in (1, 2, 4)]
-    forest.tree.use(prompt)
-    before = [forest.tree.stamp[row] for row in prompt]
-    assert before[0] > before[1] > before[2] > 0
-    forest.tree.use(prompt)
-    assert forest.tree.stamp[prompt[2]] > before[0]
 
 
 @pytest.mark.parametrize("count", [1, FEW - 1, FEW, FEW + 1, 3 * FEW])

@@ -1,11 +1,9 @@
 """What must hold for all prompts and all namespaces."""
 
-from array import array
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,16 +82,6 @@ def test_a_chain_can_be_continued_anywhere(space: Namespace, ids: list[int], blo
     if 0 < block <= len(keys):
         rest = ids[block * space.block_tokens :]
         assert space.keys(rest, parent=keys[block - 1]) == keys[block:]
-
-
-@given(spaces, tokens)
-def test_all_forms_of_token_ids_agree(space: Namespace, ids: list[int]) -> None:
-    keys = space.keys(ids)
-    assert space.keys(tuple(ids)) == keys
-    assert space.keys(array("I", ids)) == keys
-    assert space.keys(array("q", ids)) == keys
-    for dtype in ("<u4", ">u4", "i8", "u8"):
-        assert space.keys(np.array(ids, dtype=dtype)) == keys
 
 
 @given(spaces, st.lists(st.integers(0, (1 << 32) - 1), min_size=5, max_size=40), st.data())

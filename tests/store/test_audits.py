@@ -93,23 +93,6 @@ class TestQuarantine:
         assert one["namespace"] == space.tag.hex()
         assert "model" not in json.dumps(stats["audit"])
 
-    def test_lift(self, store: Store) -> None:
-        keys = prompt(space_of(store), 1, 4)
-        put(store, keys)
-        store.audits.report(failed(keys[0]))
-        assert store.audits.lift(keys[0][:8].hex())
-        assert not store.audits.lift(keys[0][:8].hex())
-        assert tiers(store, keys) == ["dram"] * 4
-
-    def test_purge(self, store: Store) -> None:
-        keys = prompt(space_of(store), 1, 4)
-        put(store, keys)
-        store.audits.report(failed(keys[0]))
-        assert store.audits.purge(keys[0][:8].hex()) == 4
-        assert store.audits.list()["quarantined"] == []
-        assert tiers(store, keys) == [None] * 4
-        assert put(store, keys) == [PutResult.STORED] * 4
-
     def test_purge_of_what_is_not_in_quarantine(self, store: Store) -> None:
         keys = prompt(space_of(store), 1, 4)
         put(store, keys)

@@ -4,7 +4,6 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
 from tests.support.small_store import (
     BLOCK,
     DISK,
@@ -27,64 +26,10 @@ from kvdepot.testing.faults import Call, Fault, FaultyFiles, Stall
 from kvdepot.testing.images import payload_for
 
 
-class TestPutAndGet:
-    @pytest.mark.parametrize("offset", [1, 7, 4095])
-    def test_buffers_need_no_alignment(self, tmp_path: Path, offset: int) -> None:
-        with kvdepot.open(**settings(tmp_path / "kv")) as store:
-            key = prompt(space_of(store), 1, 1)[0]
-            source = bytes(offset) + payload_for(key, BLOCK)
-            assert store.put_many([key], [memoryview(source)[offset:]])[0]
-            store.flush()
-            for tier in ("dram", "ssd"):
-                target = bytearray(b"\xee" * (offset + BLOCK + 9))
-                assert (
-                    store.get_many([key], [memoryview(target)[offset : offset + BLOCK]])[0].tier
-                    == tier
-                )
-                expected = b"\xee" * offset + payload_for(key, BLOCK) + b"\xee" * 9
-                assert bytes(target) == expected
-                if tier == "dram":
-                    flood(store, space_of(store), 2 * IN_DRAM)
-
-    def test_memory_alone_is_a_store_too(self) -> None:
-        with kvdepot.open(dram=DRAM) as store:
-            keys = prompt(space_of(store), 1, 8)
-            assert all(put(store, keys))
-            assert tiers(store, keys) == ["dram"] * 8
-            assert store.flush().complete
-            assert store.admin.check()
-            assert "ssd" not in store.stats()["tiers"]
-
-
 class TestLayers:
     """Five layers of 30,001 bytes: three of them share a checksum, none ends on a page."""
 
     LAYOUT = kvdepot.KVLayout.opaque(5 * 30001, TOKENS, 5)
-
-    @pytest.mark.parametrize("verify", [True, False])
-    def test_every_range_of_layers_from_both_tiers(self, tmp_path: Path, verify: bool) -> None:
-        options = settings(tmp_path / "kv", promote=False)
-        options["dram"]["verify"] = verify
-        with kvdepot.open(**options) as store:
-            space = store.namespace(model="m", layout=self.LAYOUT)
-            key = space.keys(range(TOKENS))[0]
-            payload = payload_for(key, space.block_bytes)
-            assert store.put_many([key], [payload])[0]
-            self.check_ranges(store, key, payload, "dram")
-            store.flush()
-        with kvdepot.open(**options) as store:
-            store.namespace(model="m", layout=self.LAYOUT)
-            self.check_ranges(store, key, payload, "ssd")
-
-    def check_ranges(
-        self, store: kvdepot.Store, key: kvdepot.BlockKey, payload: bytes, tier: str
-    ) -> None:
-        for start in range(5):
-            for stop in range(start + 1, 6):
-                target = bytearray((stop - start) * 30001)
-                answer = store.get_many([key], [target], layers=range(start, stop))[0]
-                assert answer.tier == tier
-                assert bytes(target) == payload[start * 30001 : stop * 30001]
 
     def test_a_range_from_disk_is_not_taken_for_the_whole_block(self, tmp_path: Path) -> None:
         with kvdepot.open(**settings(tmp_path / "kv")) as store:
@@ -182,27 +127,3 @@ class TestIdle:
         assert {f"kvdepot-ssd-write-{number}" for number in range(4)} <= names
         store.close()
         assert not [t.name for t in threading.enumerate() if t.name.startswith("kvdepot")]
-
-
-def test_stats_tell_what_happened(tmp_path: Path) -> None:
-    with kvdepot.open(**settings(tmp_path / "kv")) as store:
-        keys = prompt(space_of(store), 1, 10)
-        put(store, keys)
-        put(store, keys[:4])
-        tiers(store, keys + prompt(space_of(store), 2, 3))
-        store.flush()
-        store.remove(keys[9])
-        stats = store.stats()
-        counters = stats["counters"]
-        assert (counters["put_stored"], counters["put_present"]) == (10, 4)
-        assert counters["put_bytes"] == counters["get_bytes"] == 10 * BLOCK
-        assert (counters["get_dram"], counters["get_ssd"], counters["get_miss"]) == (10, 0, 3)
-        assert (counters["written"], counters["written_bytes"]) == (10, 10 * RECORD)
-        assert counters["removed"] == 1
-        assert stats["blocks"] == stats["tiers"]["dram"]["blocks"] == 9
-        assert stats["tiers"]["ssd"]["blocks"] == 9
-        assert stats["tiers"]["dram"]["used_bytes"] == 9 * RECORD
-        assert stats["tiers"]["ssd"]["used_bytes"] == 9 * RECORD
-        assert (stats["leased"], stats["dirty_bytes"], stats["staging_bytes"]) == (0, 0, 0)
-        report = store.admin.check()
-        assert (report.ok, report.blocks, report.nbytes) == (True, 9, 9 * BLOCK)

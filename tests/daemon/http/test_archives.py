@@ -71,18 +71,6 @@ def test_a_session_goes_to_another_daemon(daemon: HttpDaemon, tmp_path: Path) ->
         assert found["name"] == "chat/1"
 
 
-def test_archives_need_the_token(tmp_path: Path) -> None:
-    with HttpDaemon(tmp_path) as open_to_all:
-        told(open_to_all)
-        assert open_to_all.get(EXPORT).status == 403
-        assert send(open_to_all, b"").status == 403
-    (tmp_path / "closed").mkdir()
-    with HttpDaemon(tmp_path / "closed", TOKEN) as closed:
-        told(closed)
-        assert closed.ask("GET", EXPORT, authorization="Bearer wrong").status == 401
-        assert send(closed, b"", authorization="Bearer wrong").status == 401
-
-
 def test_what_cannot_be_exported_is_refused_before_a_byte(daemon: HttpDaemon) -> None:
     keys = told(daemon)
     assert daemon.get("/api/sessions/unknown/export").status == 404

@@ -12,7 +12,6 @@ import kvdepot
 from kvdepot.cli.main import main
 from kvdepot.core.audit import AuditFinding
 from kvdepot.core.block import BlockKey, PutResult
-from kvdepot.errors import ConfigError
 from kvdepot.testing.daemons import DaemonProcess
 
 Seen = pytest.CaptureFixture[str]
@@ -117,12 +116,3 @@ def test_producers_travel_with_the_blocks(daemon: DaemonProcess) -> None:
             found[number] = one["made_by"]
             store.audits.lift(one["namespace"])
         assert found == {1: "unknown", 2: "engine 1"}
-
-
-def test_a_namespace_that_does_not_exist(daemon: DaemonProcess) -> None:
-    with kvdepot.open(daemon.address) as store:
-        with pytest.raises(ConfigError, match="not in quarantine"):
-            store.audits.purge("00" * 8)
-        with pytest.raises(ConfigError, match="tag"):
-            store.audits.lift("nonsense")
-        assert len(store.match(prompt(space_of(store), 1, 1))) == 0, "the connection goes on"

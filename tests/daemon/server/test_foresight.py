@@ -26,7 +26,6 @@ from kvdepot.daemon.client.services import (
 )
 from kvdepot.daemon.wire.frames import FrameKind, Hinted, Seconds
 from kvdepot.depot import Depot
-from kvdepot.errors import ConfigError
 from kvdepot.store.admin import StoreAdmin
 from kvdepot.store.audits import AuditService
 from kvdepot.store.drives.maintenance import VolumeMaintenance
@@ -105,20 +104,6 @@ def test_first_tokens_are_told_to_the_daemon(start_daemon: StartDaemon, tmp_path
     assert found["latest"][1]["why"] == Reason.SPLIT.value
 
 
-def test_what_was_hinted_at_comes_from_memory(start_daemon: StartDaemon, tmp_path: Path) -> None:
-    keys = on_the_hard_drive(tmp_path)
-    daemon = start_daemon(**settings(tmp_path))
-    with kvdepot.open(daemon.address) as store:
-        space_of(store)
-        hint = store.prefetch(keys, 20.0)
-        assert hint.wait(60.0)
-        assert (hint.wanted, hint.brought) == (BLOCKS, BLOCKS)
-        assert tiers(store, keys) == ["dram"] * BLOCKS
-        assert store.stats()["counters"]["get_hdd"] == 0
-        again = store.prefetch(keys, 20.0)
-        assert again.wait(0.0) and again.wanted == again.brought == 0
-
-
 def test_a_session_is_hinted_at_by_another_client(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
@@ -188,18 +173,6 @@ def test_a_prompt_of_many_frames(daemon: DaemonProcess) -> None:
         assert store.prefetch(keys, 20.0).wait(60.0)
 
 
-def test_mistakes_are_the_callers(daemon: DaemonProcess) -> None:
-    with kvdepot.open(daemon.address) as store:
-        keys = prompt(space_of(store), 1, 1)
-        with pytest.raises(ConfigError, match="not one of alive, pending, closed"):
-            store.sessions.name("chat", keys, "asleep")
-        with pytest.raises(ConfigError, match="text of 1 to"):
-            store.sessions.name("", keys)
-        with pytest.raises(ConfigError, match="deadline_s"):
-            store.prefetch(keys, -1.0)
-        assert store.stats()["client"]["lost"] == 0
-
-
 def test_without_a_daemon_nothing_is_brought(start_daemon: StartDaemon, tmp_path: Path) -> None:
     daemon = start_daemon()
     with kvdepot.open(daemon.address) as store:
@@ -214,18 +187,6 @@ def test_without_a_daemon_nothing_is_brought(start_daemon: StartDaemon, tmp_path
         assert store.sessions.prefetch("chat", 30.0).wanted == 0
 
 
-def test_names_outlive_the_daemon(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon()
-    with kvdepot.open(daemon.address) as store:
-        keys = prompt(space_of(store), 1, 3)
-        assert put(store, keys) and store.flush()
-        assert store.sessions.name("chat", keys) == 3
-        assert daemon.stop() == 0
-        daemon.start()
-        assert eventually(lambda: len(store.match(keys)) == 3)
-        assert store.sessions.name("chat") == 3
-
-
 class TestChanges:
     """What the person on call does to a daemon's tiers."""
 
@@ -234,45 +195,6 @@ class TestChanges:
         ssd: dict[str, Any] = small(tmp_path)["ssd"]
         paths = [str(tmp_path / "a"), str(tmp_path / "b")]
         return start_daemon(ssd={**ssd, "path": paths, "promote": False})
-
-    def test_drives_come_and_go(self, daemon: DaemonProcess, tmp_path: Path) -> None:
-        with kvdepot.open(daemon.address) as store:
-            space = space_of(store)
-            chains = [prompt(space, number, 8) for number in range(12)]
-            for keys in chains:
-                assert all(put(store, keys)) and store.flush()
-            room = store.stats()["tiers"]["ssd"]["capacity_bytes"]
-            store.volumes.add("ssd", tmp_path / "c")
-            assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == room * 3 // 2
-            assert store.volumes.drain("ssd", tmp_path / "a") > 0
-            assert not list((tmp_path / "a").glob("segment-*"))
-            store.volumes.resize("ssd", "24MiB")
-            assert store.stats()["tiers"]["ssd"]["capacity_bytes"] == 24 << 20
-            store.volumes.set_write_mode("ssd", "write-through")
-            assert [None in tiers(store, keys) for keys in chains] == [False] * 12
-            assert store.admin.check()
-
-    def test_mistakes_are_told_as_a_store_tells_them(
-        self, daemon: DaemonProcess, tmp_path: Path
-    ) -> None:
-        with kvdepot.open(daemon.address) as store:
-            with pytest.raises(ConfigError, match="not one of this store's volumes"):
-                store.volumes.drain("ssd", tmp_path / "nowhere")
-            with pytest.raises(ConfigError, match="no such tier"):
-                store.volumes.add("hdd", tmp_path / "c")
-            with pytest.raises(
-                ConfigError, match="memory tiers cannot change while the store is open"
-            ) as caught:
-                store.volumes.resize("dram", "1GiB")
-            assert "settings" in caught.value.hint
-            with pytest.raises(ConfigError, match="is not a size"):
-                store.volumes.resize("ssd", "much")
-            with pytest.raises(ConfigError, match="write-back, write-through"):
-                store.volumes.set_write_mode("ssd", "often")
-            (tmp_path / "file").write_text("")
-            with pytest.raises(ConfigError):
-                store.volumes.add("ssd", tmp_path / "file")
-            assert store.stats()["client"]["lost"] == 0
 
     def test_without_a_daemon_they_fail_aloud(self, daemon: DaemonProcess) -> None:
         with kvdepot.open(daemon.address) as store:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import random
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -326,15 +325,6 @@ def test_anything_may_be_said(
 
 
 def test_and_afterwards_all_is_well(shared_daemon: DaemonProcess) -> None:
-    check_serves(shared_daemon)
-
-
-def test_random_bytes(shared_daemon: DaemonProcess, seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(300):
-        with RawClient(shared_daemon.socket, greeted=rng.random() < 0.7) as client:
-            for _ in range(rng.randrange(4)):
-                client.say(rng.randbytes(rng.randrange(1, 300)))
     check_serves(shared_daemon)
 
 

@@ -43,72 +43,26 @@ def choose(
     *,
     pace: PrefillPace | None = PACE,
     queue: EngineQueue | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
-    prompt: PromptLengths = PROMPT,
 ) -> Decision:
-    return decide(prompt, matched, pace, tiers, queue or EngineQueue(), chunk_tokens)
+    return decide(PROMPT, matched, pace, tiers, queue or EngineQueue(), CHUNK_TOKENS)
 
 
-class TestOneTier:
-    def test_a_fast_tier_is_fetched_from(self) -> None:
-        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.1)})
-        assert decision.reason is Reason.FETCH
-        assert decision.by_run == (10,)
-        assert decision.predicted_s == pytest.approx(1.1)
-        assert decision.recompute_s == pytest.approx(10.1)
-
-    def test_a_slow_tier_is_not(self) -> None:
-        decision = choose(runs(("hdd", 10)), {"hdd": tier(2.0)})
-        assert decision.reason is Reason.RECOMPUTE
-        assert decision.by_run == (0,)
-        assert decision.predicted_s == decision.recompute_s == pytest.approx(10.1)
-
-    def test_nothing_matched_is_nothing_fetched(self) -> None:
-        decision = choose([], {"ssd": tier(0.1)})
-        assert decision.reason is Reason.NOTHING_MATCHED
-        assert decision.cut_blocks == 0
-        assert decision.deadline_s == 0.0
-        assert decision.predicted_s == pytest.approx(10.1)
-
-    def test_the_last_token_is_always_computed(self) -> None:
-        exact = PromptLengths(tokens=1000, block_tokens=100)
-        decision = choose(runs(("ssd", 10)), {"ssd": tier(0.0)}, prompt=exact)
-        assert decision.predicted_s == pytest.approx(0.01)
-
-    def test_what_the_engine_has_is_not_gained_again(self) -> None:
-        """Half of the first block is there: fetching it saves half a second and costs 0.6."""
-        local = PromptLengths(tokens=1010, block_tokens=100, local_tokens=950)
-        assert choose(runs(("ssd", 1)), {"ssd": tier(0.6)}, prompt=local).cut_blocks == 0
-        assert choose(runs(("ssd", 1)), {"ssd": tier(0.4)}, prompt=local).cut_blocks == 1
-
-
-class TestSeveralTiers:
-    TIERS: Mapping[str, TierPace] = {"dram": tier(0.01), "hdd": tier(1.5)}
-
-    def test_the_tail_is_cut_where_it_stops_paying(self) -> None:
-        decision = choose(runs(("dram", 6), ("hdd", 4)), self.TIERS)
-        assert decision.reason is Reason.CUT
-        assert decision.by_run == (6, 0)
-
-    def test_a_slow_head_is_fetched_for_the_sake_of_its_tail(self) -> None:
-        assert choose(runs(("hdd", 2), ("dram", 8)), self.TIERS).by_run == (2, 8)
-        assert choose(runs(("hdd", 8), ("dram", 2)), self.TIERS).by_run == (0, 0)
-
-
-class TestQueue:
-    def test_as_much_is_fetched_as_the_queue_hides(self) -> None:
-        decision = choose(
-            runs(("hdd", 10)), {"hdd": tier(2.0)}, queue=EngineQueue(ahead_tokens=800)
-        )
-        assert decision.by_run == (4,)
-        assert decision.predicted_s == pytest.approx(8.0 + 6.1)
-
-    def test_decoding_requests_make_recompute_dearer(self) -> None:
-        """In every step of fifty tokens forty go to others: a block takes ten steps, not two."""
-        busy = EngineQueue(decodes=40)
-        tiers = {"hdd": tier(2.0)}
-        assert choose(runs(("hdd", 10)), tiers, chunk_tokens=50).cut_blocks == 0
-        assert choose(runs(("hdd", 10)), tiers, chunk_tokens=50, queue=busy).cut_blocks == 10
+@pytest.mark.parametrize(
+    ("matched", "reason", "by_run"),
+    [
+        pytest.param([("ssd", 10)], Reason.FETCH, (10,), id="a fast tier"),
+        pytest.param([("hdd", 10)], Reason.RECOMPUTE, (0,), id="a slow tier"),
+        pytest.param([], Reason.NOTHING_MATCHED, (), id="nothing matched"),
+        pytest.param([("ssd", 6), ("hdd", 4)], Reason.CUT, (6, 0), id="a slow tail"),
+        pytest.param([("hdd", 2), ("ssd", 8)], Reason.FETCH, (2, 8), id="a slow head, fast tail"),
+    ],
+)
+def test_what_is_fetched_and_why(
+    matched: list[tuple[str, int]], reason: Reason, by_run: tuple[int, ...]
+) -> None:
+    """That no other cut is faster: tests/property/test_fetch_or_recompute.py."""
+    decision = choose(runs(*matched), {"ssd": tier(0.1), "hdd": tier(2.0)})
+    assert (decision.reason, decision.by_run) == (reason, by_run)
 
 
 @pytest.mark.parametrize(

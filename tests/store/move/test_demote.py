@@ -48,24 +48,17 @@ def places(store: Store, keys: list[BlockKey]) -> list[int]:
 
 
 class TestDown:
-    def test_nothing_is_lost_while_the_tier_below_has_room(self, store: Store) -> None:
+    def test_nothing_is_lost_while_the_tier_below_has_room(self, tmp_path: Path) -> None:
         """Forty prompts of ten blocks are 16 MB: four times the ssd, half the hdd."""
-        everything = fill(store, 40)
-        assert counter(store, "demoted") > 200
-        for keys in everything:
-            assert len(store.match(keys)) == len(keys)
-        for keys in everything:
-            assert None not in tiers(store, keys)
-        assert counter(store, "get_hdd") > 200
-
-    def test_and_it_is_there_after_a_restart(self, tmp_path: Path) -> None:
         with kvdepot.open(**settings(tmp_path)) as store:
             everything = fill(store, 40)
+            assert counter(store, "demoted") > 200
         with kvdepot.open(**settings(tmp_path)) as store:
             space_of(store)
             for keys in everything:
                 assert len(store.match(keys)) == len(keys)
                 assert None not in tiers(store, keys)
+            assert counter(store, "get_hdd") > 200
             assert store.admin.check().ok
 
     def test_a_prompt_lies_in_one_piece_however_it_came(self, store: Store) -> None:

@@ -1,15 +1,11 @@
 """A bucket or folder that other programs use: nothing of theirs is deleted or overwritten."""
 
-import contextlib
-import itertools
 import json
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.support.object_nodes import (
     Node,
@@ -24,14 +20,9 @@ from tests.support.store_contract import small
 import kvdepot
 from kvdepot.core.volume import Outcome
 from kvdepot.errors import FormatError
-from kvdepot.native import checksum
 from kvdepot.testing.fakes import CONTEXT
 from kvdepot.volumes.object.bucket import Bucket, open_bucket
 from kvdepot.volumes.object.manifest import (
-    ROW,
-    DamagedManifestError,
-    Listing,
-    Manifest,
     writer_of_data,
 )
 from kvdepot.volumes.object.volume import BucketVolume
@@ -213,78 +204,6 @@ def test_garbage_of_a_writer_that_no_manifest_lists_any_more_is_collected(
     last = node(bucket)
     pass_grace_periods([last])
     assert len(paths_of(bucket, "meta/writers/")) == 1, "of writers without data there are none"
-
-
-@pytest.mark.parametrize("path", ["data/customers/2026.parquet", "data/../x", "data/", "other"])
-def test_a_manifest_that_lists_objects_of_others_is_damaged(path: str) -> None:
-    image = Manifest([Listing(path, 4096, 0, np.zeros(0, ROW))]).pack()
-    with pytest.raises(DamagedManifestError):
-        Manifest.parse(image)
-
-
-NAME = "data/0123456789abcdef/000000000001"
-FIELDS: dict[str, Any] = {
-    "objects": [[NAME, 8192, 0, 1]], "metadata": [[2, "00" * 8, 1, "00" * 8]], "tokens": {},
-}  # fmt: skip
-ODD: list[Any] = [
-    None,
-    1,
-    -1,
-    [],
-    {},
-    "x",
-    [[]],
-    [1],
-    {"a": 1},
-    1 << 70,
-    float("inf"),
-    [NAME],
-    True,
-]
-
-
-def image_of(text: bytes, rows: bytes = b"") -> bytes:
-    """A manifest with a right checksum, whatever it says."""
-    head = struct.pack("<4sHHQII", b"KVDM", 2, 0, checksum(text + rows), len(text), len(rows) // 56)
-    return head + text + rows
-
-
-def test_a_manifest_that_makes_no_sense_is_damaged() -> None:
-    row = np.zeros(1, ROW)
-    assert len(Manifest.parse(image_of(json.dumps(FIELDS).encode(), row.tobytes()))) == 2
-    texts = [b"", b"[" * 100_000, b"{}", b"[]", b"\xff", b'{"objects":' * 50_000]
-    for name, odd in itertools.product(FIELDS, ODD):
-        for value in (
-            odd,
-            [odd],
-            [[odd] * 4],
-            [[NAME, odd, odd, odd]],
-            {NAME: odd},
-            [[2, odd, 1, odd]],
-        ):
-            texts.append(json.dumps({**FIELDS, name: value}).encode())
-    for text in texts:
-        with contextlib.suppress(DamagedManifestError):
-            assert Manifest.parse(image_of(text, row.tobytes())).paths == [NAME], text
-    for field in ("stamp", "payload"):
-        wrong = row.copy()
-        wrong[field] = (1 << 64) - 1
-        with pytest.raises(DamagedManifestError, match="invalid"):
-            Manifest.parse(image_of(json.dumps(FIELDS).encode(), wrong.tobytes()))
-
-
-def test_a_manifest_that_makes_no_sense_harms_no_other(bucket: Bucket, node: OpenNode) -> None:
-    first = node(bucket)
-    first.put([1])
-    (writer,) = {path.split("/")[1] for path in paths_of(bucket, "data/")}
-    for number, text in enumerate([b"[" * 100_000, b'{"objects": 1}', b"{}"], start=100):
-        numbers = f"{number:012x}-{number:012x}-{number:012x}"
-        bucket.create(f"meta/index/{writer[::-1]}/{numbers}", image_of(text))
-    second = node(bucket)
-    assert second.knows() == keys_of([1])
-    second.put([2])
-    first.step()
-    assert first.knows() == keys_of([1, 2])
 
 
 @pytest.mark.parametrize(

@@ -60,16 +60,6 @@ def wait_for(store: Store, keys: list[Any]) -> None:
     until(lambda: len(store.match(keys)) == len(keys))
 
 
-def test_what_one_machine_seals_the_others_read(stores: OpenStore) -> None:
-    first, second, third = stores("a"), stores("b"), stores("c")
-    keys = prompt(space_of(first), 1, 8)
-    assert all(put(first, keys))
-    assert first.flush()
-    for other in (second, third):
-        wait_for(other, keys)
-        assert tiers(other, keys) == ["object"] * 8
-
-
 def test_a_removal_goes_to_all_machines(stores: OpenStore) -> None:
     first, second = stores("a"), stores("b")
     keys = prompt(space_of(first), 2, 4)

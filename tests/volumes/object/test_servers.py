@@ -22,7 +22,7 @@ from tests.support.s3_servers import (
 from tests.support.small_store import prompt, put, space_of, tiers
 from tests.support.waiting import until
 
-from kvdepot.errors import ConfigError, FormatError, KVDepotError
+from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.policy.fetching.speed_models import drive_profiles
 from kvdepot.store.open import open_store
 from kvdepot.store.store import Store
@@ -86,25 +86,8 @@ def keys_for(store: Store, number: int, blocks: int = 8) -> list[Any]:
     return prompt(space_of(store), number, blocks)
 
 
-def wait_for(store: Store, keys: list[Any]) -> None:
-    until(lambda: len(store.match(keys)) == len(keys))
-
-
 def is_up(store: Store) -> bool:
     return bool(store.stats()["tiers"]["object"]["healthy"])
-
-
-def test_three_nodes(stores: OpenStore) -> None:
-    nodes = [stores() for _ in range(3)]
-    for number, node in enumerate(nodes):
-        assert all(put(node, keys_for(node, number)))
-        assert node.flush()
-    for node in nodes:
-        for number in range(3):
-            keys = keys_for(node, number)
-            wait_for(node, keys)
-            assert None not in tiers(node, keys)
-        assert node.admin.check().ok
 
 
 _WRITER = """
@@ -239,21 +222,6 @@ def test_its_speed_is_measured_for_the_first_decision(bucket: Bucket, stores: Op
     assert "object" not in drive_profiles(stores(measure=False).stats())
 
 
-def test_the_bucket_is_emptied_underfoot(bucket: Bucket, stores: OpenStore) -> None:
-    first, second = stores(), stores(promote=False)
-    keys = keys_for(first, 1)
-    assert all(put(first, keys)) and first.flush()
-    until(lambda: len(second.match(keys)) == 8)
-    bucket.delete(paths_of(bucket))
-    assert set(tiers(second, keys)) <= {None}
-    until(lambda: first.stats()["tiers"]["object"]["blocks"] == 0)
-    more = keys_for(first, 2)
-    assert all(put(first, more)) and first.flush()
-    until(lambda: len(second.match(more)) == 8)
-    assert tiers(second, more) == ["object"] * 8
-    assert first.admin.check().ok and second.admin.check().ok
-
-
 def test_half_an_object(bucket: Bucket, stores: OpenStore) -> None:
     first, second = stores(), stores(promote=False)
     keys = keys_for(first, 1)
@@ -295,12 +263,6 @@ def test_a_server_that_is_not_there(server: S3Server) -> None:
             assert len(store.match(keys)) == 2
 
 
-def test_a_newer_format(server: S3Server, bucket: Bucket, prefix: str) -> None:
-    bucket.create("meta/format", b'{"kvdepot": "object", "version": 7}')
-    with pytest.raises(FormatError, match="format 7"):
-        open_store(**tree_of(server, prefix))
-
-
 def test_nothing_secret_is_shown(stores: OpenStore, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     store = stores()
@@ -308,16 +270,6 @@ def test_nothing_secret_is_shown(stores: OpenStore, caplog: pytest.LogCaptureFix
     store.flush()
     shown = f"{store.stats()}{store!r}{caplog.text}"
     assert SECRET_KEY not in shown
-
-
-def test_a_prefix_with_objects_of_other_programs_is_refused(
-    server: S3Server, bucket: Bucket, prefix: str
-) -> None:
-    bucket.create("data/customers/2026.parquet", b"theirs")
-    with pytest.raises(FormatError, match="not a depot") as caught:
-        open_store(**tree_of(server, prefix, grace="500ms"))
-    assert caught.value.hint
-    assert paths_of(bucket) == ["data/customers/2026.parquet"]
 
 
 def test_a_prefix_that_was_made_as_a_folder_is_empty(
@@ -331,36 +283,6 @@ def test_a_prefix_that_was_made_as_a_folder_is_empty(
     client.put_object(Bucket=BUCKET, Key=f"{prefix}/", Body=b"")
     stores()
     assert "meta/format" in paths_of(bucket)
-
-
-def test_what_other_programs_put_below_data_stays(
-    server: S3Server, bucket: Bucket, prefix: str, stores: OpenStore
-) -> None:
-    """Also where it came before this program, of a version that did not look, made a depot."""
-    others = ["data/customers/2026.parquet", "data/backups/db/monday.dump"]
-    for path in others:
-        bucket.create(path, path.encode())
-    bucket.create("meta/format", b'{"kvdepot": "object", "version": 2}')
-    bucket.create("meta/writers/00000000000000aa", b"")
-    bucket.create("data/00000000000000aa/000000000001", b"no manifest lists this")
-    inner = open_store(**tree_of(server, f"{prefix}/data/second", grace="500ms"))
-    with closing(inner):
-        keys = keys_for(inner, 1)
-        put(inner, keys)
-        assert inner.flush()
-        first = stores(grace="500ms")
-        put(first, keys_for(first, 2))
-        assert first.flush()
-        # When this is gone, so is all that was found to be garbage with it.
-        until(lambda: "data/00000000000000aa/000000000001" not in paths_of(bucket))
-        for path in others:
-            assert bucket.get(path) == path.encode()
-        assert inner.admin.check(deep=True).ok
-    reopened = open_store(**tree_of(server, f"{prefix}/data/second", grace="500ms"))
-    with closing(reopened):
-        space_of(reopened)
-        assert None not in tiers(reopened, keys)
-    assert None not in tiers(first, keys_for(first, 2))
 
 
 def test_no_orphan_is_left_after_collection(
