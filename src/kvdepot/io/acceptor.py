@@ -28,8 +28,10 @@ _SILENT_S: Final = 10.0
 _LOOK_S: Final = 1.0
 _GRACE_S: Final = 0.05
 """A new connection has this time for its request before another may take its place."""
-_AT_ONCE: Final = 16
+_AT_ONCE: Final = 256
 """Connections accepted before others are served."""
+_DROPPED_AT_ONCE: Final = 16
+"""Connections closed for new ones before others are served. Their descriptors are free after it."""
 _RETRY_S: Final = 0.1
 _SHORT_OF: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _log: Final = RateLimitedLog("kvdepot.http")
@@ -125,9 +127,10 @@ class Acceptor:
             self._loop.remove_reader(self._listening)
 
     def _accept(self) -> None:
+        dropped = 0
         for _ in range(_AT_ONCE):
             full = len(self._open) >= self._limit
-            if full and not self._has_waited_enough():
+            if full and (dropped == _DROPPED_AT_ONCE or not self._has_waited_enough()):
                 return
             try:
                 accepted, _address = self._listening.accept()
@@ -144,6 +147,7 @@ class Acceptor:
             if full:
                 _log.info("%d connections are open: those that ask nothing are closed", self._limit)
                 self._drop_longest_waiting()
+                dropped += 1
             self._begin(accepted)
 
     def _has_waited_enough(self) -> bool:

@@ -49,7 +49,7 @@ def test_health_is_answered_while_others_owe_their_requests(
         for path in ("/healthz", "/readyz", "/metrics") * 3:
             assert daemon.get(path).status == 200
         # This process has the clients' ends, too.
-        assert open_descriptors() <= before + len(silent) + 8 + acceptor._AT_ONCE
+        assert open_descriptors() <= before + len(silent) + 8 + acceptor._DROPPED_AT_ONCE
 
 
 def test_the_descriptors_of_the_store_are_not_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
