@@ -194,13 +194,9 @@ class AuditedHits(BlockAuditor):
         self, depot: Depot, config: AuditConfig, producer: str, log: logging.Logger
     ) -> None:
         super().__init__(depot, config, producer, log)
-        self._chooser = HitChooser(config)
+        self.choose = HitChooser(config).choose
         self._lock = threading.Lock()
         self._expected: dict[BlockKey, None] = {}
-
-    def choose(self, key: BlockKey, *, busy: bool) -> bool:
-        """See `HitChooser.choose`."""
-        return self._chooser.choose(key, busy=busy)
 
     def served_blocks(self, keys: Sequence[BlockKey], *, busy: bool) -> int:
         """The number of a hit's blocks to serve: all, or all but the last one to audit that."""

@@ -5,7 +5,6 @@ layout of a page. Those come from its arguments, the weight files and the host p
 """
 
 import json
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 import kvdepot
 from kvdepot.adapters.sglang.config import SETTING, HiCacheSettings
+from kvdepot.adapters.vllm.identity import instructions
 from kvdepot.adapters.vllm.weights import digest_of, weight_files
 from kvdepot.core.namespace import fingerprint
 from kvdepot.errors import ConfigError
@@ -105,7 +105,7 @@ def identify(
         config = fingerprint({"config": json.loads((path / "config.json").read_text())})
     pairs = {name: str(getattr(arguments, name, None)) for name in _ARGUMENTS}
     if not torch.cuda.is_available():
-        pairs["instructions"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        pairs["instructions"] = instructions()
     for name in ("pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size"):
         pairs[name] = str(getattr(storage, name, None))
     pairs |= {"tp_lcm_size": str(storage.tp_lcm_size), "engine": f"sglang {version}"}

@@ -93,12 +93,8 @@ class KVDepotTier(SecondaryTierManager):  # type: ignore[misc]
         return LookupResult.HIT if keys and len(self.depot.match(keys)) else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        self._submit(job_metadata)
-
-    def submit_load(self, job_metadata: Any) -> None:
-        self._submit(job_metadata)
-
-    def _submit(self, job: Any) -> None:
+        """Begin a store or a load: the job says which."""
+        job = job_metadata
         chunks, numbers = list(job.keys), job.chunk_ids.tolist()
         keys, rows = [], []
         if all(0 <= number < len(self._rows) for number in numbers):
@@ -106,6 +102,8 @@ class KVDepotTier(SecondaryTierManager):  # type: ignore[misc]
             keys = self._keys(chunks, job.req_context) if self._ready() else []
         request = job.req_context.req_id
         self._transfers.submit(ChunkJob(job.job_id, request, chunks, keys, rows, job.is_promotion))
+
+    submit_load = submit_store
 
     def get_finished_jobs(self) -> Iterable[Any]:
         for ended in self._transfers.take():
