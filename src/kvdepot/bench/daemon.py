@@ -13,7 +13,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, Final, cast
 
-from kvdepot.bench.prompts import prompts_for
+from kvdepot.bench.prompts import StoreUnderTest, prompts_for
 from kvdepot.bench.raw import MIB, filled, pieces
 from kvdepot.bench.rounds import (
     BenchPart,
@@ -116,14 +116,8 @@ def measure_memory(directory: Path, block_bytes: int, set_bytes: int, rounds: in
         for subject in subjects:
             subject.put_many()
             subject.put_many()
-        rows: list[Result] = []
-        for op in ("put_many", "get_many", "get_each"):
-            works = [cast(Callable[[], float], getattr(subject, op)) for subject in subjects]
-            speed = compare({_EMBEDDED: works[0]}, {op: works[1]}, rounds)[op]
-            name = op.replace("_each", "")
-            bar = daemon_bar(name, block_bytes)
-            rows.append(speed.row("dram", name, block_bytes, subjects[0].set_bytes, bar))
-    return rows
+        names = {"put_many": "put_many", "get_many": "get_many", "get_each": "get"}
+        return compared("dram", subjects, names, rounds)
 
 
 def measure_disk(directory: Path, block_bytes: int, set_bytes: int, rounds: int) -> list[Result]:
@@ -141,15 +135,25 @@ def measure_disk(directory: Path, block_bytes: int, set_bytes: int, rounds: int)
         subjects = [DiskStore.of(store, block_bytes, batch_bytes, set_bytes) for store in stores]
         for subject in subjects:
             subject.put_set()
-        rows: list[Result] = []
-        for op in ("put", "get"):
-            works = [subject.put_set if op == "put" else subject.get_set for subject in subjects]
-            speed = compare({_EMBEDDED: works[0]}, {op: works[1]}, rounds)[op]
-            name = f"{op}_many"
-            bar = daemon_bar(name, block_bytes)
-            rows.append(speed.row("ssd", name, block_bytes, subjects[0].set_bytes, bar))
+        names = {"put_set": "put_many", "get_set": "get_many"}
+        rows = compared("ssd", subjects, names, rounds)
         for subject in subjects:
             subject.verify()
+    return rows
+
+
+def compared(
+    tier: str, subjects: Sequence[StoreUnderTest], names: Mapping[str, str], rounds: int
+) -> list[Result]:
+    """The daemon's store, which is the last subject, against the first one: a row for each method
+    in `names`, by the name there."""
+    rows: list[Result] = []
+    block_bytes = subjects[0].prompts.space.block_bytes
+    for method, op in names.items():
+        works = [cast(Callable[[], float], getattr(subject, method)) for subject in subjects]
+        speed = compare({_EMBEDDED: works[0]}, {op: works[-1]}, rounds)[op]
+        bar = daemon_bar(op, block_bytes)
+        rows.append(speed.row(tier, op, block_bytes, subjects[0].set_bytes, bar))
     return rows
 
 

@@ -5,10 +5,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvdepot import native
 from kvdepot.bench.raw import (
@@ -69,52 +68,23 @@ def measure_disk(plan: BenchPlan, directory: Path, block_bytes: int) -> list[Res
 def verified_read(raw: RawFile, engine: native.IoEngine) -> Work:
     """Reads as in the store: each block is verified and copied."""
     chunk_bytes = max(_CHUNK_BYTES, -(-raw.block_bytes // _CHUNKS_MAX))
-    buffers = pieces(raw.memory, raw.block_bytes)[: max(1, 64 * MIB // raw.block_bytes)]
-    targets = pieces(filled(len(buffers) * raw.block_bytes), raw.block_bytes)
-    tables = _write_known(raw, engine, buffers, chunk_bytes)
-    waves = [
-        _verified_ops(raw, first, min(len(buffers), raw.blocks - first), tables, targets)
-        for first in range(0, raw.blocks, len(buffers))
-    ]
-    for ops in waves:
-        ops["chunk_bytes"] = chunk_bytes
-
-    def read() -> None:
-        for ops in waves:
-            run_batch(engine, ops)
-
-    return owning(stopwatch(read), (raw, tables, targets))
-
-
-def _write_known(
-    raw: RawFile, engine: native.IoEngine, buffers: list[Bytes], chunk_bytes: int
-) -> npt.NDArray[np.uint64]:
-    """Fill the file with the buffers again and again. Returns the checksums of each buffer."""
-    chunks = -(-raw.block_bytes // chunk_bytes)
-    tables = np.zeros((len(buffers), chunks), dtype=np.uint64)
-    for buffer, table in zip(buffers, tables, strict=True):
+    targets = pieces(filled(raw.buffers * raw.block_bytes), raw.block_bytes)
+    tables = np.zeros((raw.buffers, -(-raw.block_bytes // chunk_bytes)), dtype=np.uint64)
+    for buffer, table in zip(pieces(raw.memory, raw.block_bytes), tables, strict=False):
         native.chunk_checksums(buffer, chunk_bytes, table)
-    ops = np.zeros(raw.blocks, dtype=native.IO_DTYPE)
-    number = np.arange(raw.blocks, dtype=np.uint64)
-    ops["fd"], ops["opcode"], ops["nbytes"] = raw.fd, native.WRITE, raw.block_bytes
-    ops["offset"] = number * raw.block_bytes
-    ops["address"] = buffers[0].ctypes.data + number % len(buffers) * raw.block_bytes
-    run_batch(engine, ops)
-    return tables
-
-
-def _verified_ops(
-    raw: RawFile, first: int, count: int, tables: npt.NDArray[np.uint64], targets: list[Bytes]
-) -> npt.NDArray[Any]:
-    ops = np.zeros(count, dtype=native.IO_DTYPE)
-    number = np.arange(count, dtype=np.uint64)
-    ops["fd"], ops["opcode"], ops["nbytes"] = raw.fd, native.READ, raw.block_bytes
-    ops["offset"] = (number + first) * raw.block_bytes
-    ops["address"] = ops["payload_address"] = raw.memory.ctypes.data + number * raw.block_bytes
-    ops["payload_bytes"] = raw.block_bytes
+    run_batch(engine, raw.ops(native.WRITE, raw.fd))
+    ops = raw.ops(native.READ, raw.fd)
+    number = np.arange(raw.blocks, dtype=np.uint64) % raw.buffers
+    ops["payload_address"], ops["payload_bytes"] = ops["address"], raw.block_bytes
+    ops["chunk_bytes"] = chunk_bytes
     ops["table"] = tables.ctypes.data + number * tables.strides[0]
     ops["copy_target"] = targets[0].ctypes.data + number * raw.block_bytes
-    return ops
+
+    def read() -> None:
+        for first in range(0, raw.blocks, raw.buffers):
+            run_batch(engine, ops[first : first + raw.buffers])
+
+    return owning(stopwatch(read), (raw, tables, targets))
 
 
 def measure_copies(block_bytes: int, total_bytes: int, rounds: int) -> list[Result]:

@@ -138,7 +138,7 @@ class RawFile:
         return {name: self._first_write(engine) for name, engine in self.engines.items()}
 
     def batch(self, engine: native.IoEngine, opcode: int) -> Work:
-        ops = self._ops(opcode, self.fd)
+        ops = self.ops(opcode, self.fd)
         return stopwatch(lambda: self._run(engine, ops, self.fd))
 
     def _first_write(self, engine: native.IoEngine) -> Work:
@@ -147,7 +147,7 @@ class RawFile:
                 started = time.perf_counter()
                 with suppress(OSError):
                     os.posix_fallocate(fd, 0, self.nbytes)
-                self._run(engine, self._ops(native.WRITE, fd), fd)
+                self._run(engine, self.ops(native.WRITE, fd), fd)
                 return time.perf_counter() - started
 
         return write
@@ -162,14 +162,18 @@ class RawFile:
         if ops["opcode"][0] == native.WRITE:
             os.fdatasync(fd)
 
-    def _ops(self, opcode: int, fd: int) -> npt.NDArray[Any]:
+    @property
+    def buffers(self) -> int:
+        """The blocks at the beginning of `memory` that `ops` uses."""
+        return max(1, min(len(self.memory), _BATCH_BUFFER_BYTES) // self.block_bytes)
+
+    def ops(self, opcode: int, fd: int) -> npt.NDArray[Any]:
         """All blocks as one batch; buffers are used repeatedly."""
         ops = np.zeros(self.blocks, dtype=native.IO_DTYPE)
-        buffers = max(1, min(len(self.memory), _BATCH_BUFFER_BYTES) // self.block_bytes)
         number = np.arange(self.blocks, dtype=np.uint64)
         ops["fd"], ops["opcode"], ops["nbytes"] = fd, opcode, self.block_bytes
         ops["offset"] = number * self.block_bytes
-        ops["address"] = self.memory.ctypes.data + number % buffers * self.block_bytes
+        ops["address"] = self.memory.ctypes.data + number % self.buffers * self.block_bytes
         return ops
 
     def _threads(self, move: "Move", depth: int, fd: int) -> Work:
