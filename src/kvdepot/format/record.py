@@ -33,9 +33,10 @@ import numpy.typing as npt
 from kvdepot.core.block import KEY_BYTES, BlockKey
 from kvdepot.core.clock import STAMP_MAX
 from kvdepot.errors import ConfigError
-from kvdepot.native import KEY_AT, TABLE_AT, checksum
+from kvdepot.native import FILL, KEY_AT, TABLE_AT, TRANSFER_DTYPE, checksum, transfer
 from kvdepot.native.memory import view_at
 
+Rows = npt.NDArray[np.int64]
 PAGE: Final = 4096
 HEAD_BYTES: Final = PAGE
 MAGIC: Final = 0x3252564B  # "KVR2"
@@ -233,10 +234,35 @@ def place(image: memoryview, segment_id: int) -> None:
     _U64.pack_into(image, 0, checksum(image[8:used]))
 
 
+def heads_at(images: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint64], Rows]:
+    """Memory as words of 8 bytes, and the first word of each record at these page-aligned
+    addresses. Only the pages of the records may be used.
+    """
+    first = int(images.min())
+    words = view_at(first, int(images.max()) - first + HEAD_BYTES).view("<u8")
+    return words, (images - first) >> 3
+
+
 def place_records(images: npt.NDArray[np.int64], segment_id: int) -> None:
     """`place` for records at these addresses."""
-    for address in images.tolist():
-        place(view_at(address, HEAD_BYTES).data, segment_id)
+    words, heads = heads_at(images)
+    words[heads + _SEGMENT_AT // 8] = segment_id
+    sums = np.zeros(len(images), TRANSFER_DTYPE)
+    sums["source"], sums["table"], sums["mode"] = images + 8, images, FILL
+    sums["nbytes"] = sums["chunk_bytes"] = (words[heads + 8] & 0xFFFFFFFF) - 8
+    transfer(sums)
+
+
+def stamps_of(images: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """`stamp_of` for records at these addresses."""
+    words, heads = heads_at(images)
+    return words[heads + _STAMP_AT // 8]
+
+
+def set_stamps(images: npt.NDArray[np.int64], stamp: int) -> None:
+    """`set_stamp` for records at these addresses."""
+    words, heads = heads_at(images)
+    words[heads + _STAMP_AT // 8] = stamp
 
 
 def parse_head(image: memoryview) -> Head | None:

@@ -289,6 +289,11 @@ class Catalog:
         found: Array = np.where(self._doomed.array == 0, self.residency.array, 0)
         return found
 
+    def deleted(self, rows: Sequence[int]) -> list[int]:
+        """Those of the rows that were deleted."""
+        doomed = self._doomed.view
+        return [row for row in rows if doomed[row]]
+
     def is_deleted(self, row: int) -> bool:
         return bool(self._doomed[row])
 

@@ -51,14 +51,14 @@ class Demote(CopyJob):
     def source(self, row: int) -> tuple[LowerTier, int] | None:
         return self._upper, self._upper.place(row)
 
-    def claim(self, row: int) -> None:
-        super().claim(row)
-        self.target.copies.reserve(row, 0)
+    def claim(self, rows: list[int]) -> None:
+        super().claim(rows)
+        self.target.copies.reserve_all(rows, [0] * len(rows))
 
-    def enter(self, row: int, location: int) -> None:
-        self.target.copies.location[row] = location
-        self.target.copies.seal(row)
-        self.target.enter(row, location)
+    def enter(self, rows: list[int], locations: list[int]) -> None:
+        self.target.copies.location.array[rows] = locations
+        self.target.copies.seal_all(rows)
+        self.target.enter(rows, locations)
 
     def give_up(self, row: int) -> None:
         self.target.copies.drop(row)

@@ -32,9 +32,10 @@ class MoveAway(CopyJob):
     def source(self, row: int) -> tuple[LowerTier, int] | None:
         return self.target, self.target.place_on(row, self._volume)
 
-    def enter(self, row: int, location: int) -> None:
-        self.target.relocate(row, self.target.place_on(row, self._volume), location)
-        self.moved += 1
+    def enter(self, rows: list[int], locations: list[int]) -> None:
+        for row, location in zip(rows, locations, strict=True):
+            self.target.relocate(row, self.target.place_on(row, self._volume), location)
+        self.moved += len(rows)
 
     def give_up(self, row: int) -> None:
         if self.target.is_bound(row):

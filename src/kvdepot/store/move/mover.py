@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from kvdepot.core.block import CopyState
 from kvdepot.core.log import RateLimitedLog
 from kvdepot.core.metadata import Tombstone
 from kvdepot.core.volume import (
@@ -29,9 +30,9 @@ from kvdepot.core.volume import (
     place_of,
     volume_of,
 )
-from kvdepot.format.copy_ops import transfers
-from kvdepot.format.record import record_bytes, stamp_of
-from kvdepot.native import COPY, address_of
+from kvdepot.format.record import record_bytes, record_sizes, stamps_of
+from kvdepot.native import COPY, TRANSFER_DTYPE, transfer
+from kvdepot.store.events import Counted, Took
 from kvdepot.store.state.background_throttle import FLASH_SHARE, HEAD_SHARE, ChunkSizer, backoff_s
 from kvdepot.store.state.lower_tier import LowerTier
 from kvdepot.store.state.state import TEMPORARY, StoreState
@@ -76,13 +77,13 @@ class CopyJob(ABC):
         """
         return None
 
-    def claim(self, row: int) -> None:
-        """Called before a row is copied."""
-        self.target.moving[row] += 1
+    def claim(self, rows: list[int]) -> None:
+        """Called before rows are copied."""
+        self.target.moving.update(rows)
 
     @abstractmethod
-    def enter(self, row: int, location: int) -> None:
-        """Called when a row was written: enter its new location into the index."""
+    def enter(self, rows: list[int], locations: list[int]) -> None:
+        """Called when rows were written: enter their new locations into the index."""
 
     def give_up(self, row: int) -> None:
         """Called when a row could not be read or written."""
@@ -98,15 +99,14 @@ class CopyBatch:
     """Blocks that are copied in one batch, all leased."""
 
     rows: list[int] = field(default_factory=list)
-    images: list[memoryview] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    """Address of each record, or of the memory to read it into."""
+    nbytes: int = 0
+    """Bytes of the records."""
     slots: dict[int, int] = field(default_factory=dict)
     """Staging slots by row."""
     sources: dict[int, tuple[LowerTier, int] | None] = field(default_factory=dict)
     """Tier and location of each row that is not in memory."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(len, self.images))
 
 
 class BlockMover:
@@ -159,25 +159,36 @@ class BlockMover:
         """
         state, catalog = self._state, self._state.catalog
         assert state.lock.held()
-        budget, in_staging = limit_bytes, max(1, state.staging.capacity_bytes // 4)
-        piece = CopyBatch()
-        left: list[int] = []
+        in_staging = max(1, state.staging.capacity_bytes // 4)
+        memory, base = catalog.memory, state.memory_tiers[0].address
+        others = len(state.lower_tiers) > 1
+        piece, left, claimed = CopyBatch(), rows[:0], set[int]()
         for index, row in enumerate(rows):
-            if not job.is_wanted(row):
+            if row in claimed or not job.is_wanted(row):
                 continue
-            nbytes = record_bytes(catalog.nbytes[row])
-            if piece.rows and (nbytes > budget or in_staging <= 0):
+            nbytes = record_bytes(catalog.nbytes.view[row])
+            if piece.rows and (piece.nbytes + nbytes > limit_bytes or in_staging <= 0):
                 left = rows[index:]
                 break
-            image = self._image(job, piece, row, nbytes)
-            if image is None:
-                left = rows[index:]
-                break
+            in_memory = job.from_memory and memory.state.view[row] == CopyState.READY
+            in_place = in_memory and job.in_place
+            if in_place and not (others and self.is_appended_elsewhere(row, job.target)):
+                address = base + memory.location.view[row]
+            else:
+                slot = state.staging.allocate(nbytes, TEMPORARY)
+                if slot is None:
+                    left = rows[index:]
+                    break
+                piece.slots[row] = slot
+                in_staging -= nbytes
+                address = state.staging.address + slot
+                if not in_memory:
+                    piece.sources[row] = job.source(row)
+            claimed.add(row)
             piece.rows.append(row)
-            piece.images.append(image)
-            budget -= nbytes
-            in_staging -= nbytes if row in piece.slots else 0
-            job.claim(row)
+            piece.addresses.append(address)
+            piece.nbytes += nbytes
+        job.claim(piece.rows)
         catalog.lease(piece.rows)
         return piece, left
 
@@ -189,7 +200,10 @@ class BlockMover:
         Afterwards every row is entered or given up, and released. False: no volume accepted any of
         the intact records.
         """
-        left = readable = self._read(job, piece)
+        readable = list(zip(piece.rows, piece.addresses, strict=True))
+        if piece.slots:
+            readable = self._read(job, piece)
+        left = readable
         for volume in volumes:
             if not left:
                 break
@@ -197,11 +211,14 @@ class BlockMover:
             for _ in range(_TRIES_MAX):
                 if not left or make_room is None:
                     break
-                if not make_room(job.target, volume, max(len(image) for _, image in left)):
+                rows = [row for row, _ in left]
+                most = int(record_sizes(self._state.catalog.nbytes.array[rows]).max())
+                if not make_room(job.target, volume, most):
                     break
                 left = self._append(job, piece, left, volume)
-        with self._state.lock:
-            self._give_up(job, piece, [row for row, _ in left])
+        if left:
+            with self._state.lock:
+                self._give_up(job, piece, [row for row, _ in left])
         return len(left) < len(readable) or not readable
 
     def record_tombstones(self, tombstones: Sequence[Tombstone], *, to_others: bool = True) -> None:
@@ -220,54 +237,41 @@ class BlockMover:
             state.events.count("removal_unrecorded")
             _log.warning("%d removals could not be recorded", len(tombstones))
 
-    def _image(self, job: CopyJob, piece: CopyBatch, row: int, nbytes: int) -> memoryview | None:
-        """Return the record of a row, or memory to read it into: the memory tier if it can be
-        appended from there, else staging. None if staging is full.
-        """
-        state, memory = self._state, self._state.catalog.memory
-        in_memory = job.from_memory and memory.ready(row)
-        if in_memory and job.in_place and not self.is_appended_elsewhere(row, job.target):
-            return state.arena.image(memory.location[row], nbytes)
-        slot = state.staging.allocate(nbytes, TEMPORARY)
-        if slot is None:
-            return None
-        piece.slots[row] = slot
-        if not in_memory:
-            piece.sources[row] = job.source(row)
-        return state.staging.image(slot, nbytes)
-
     def is_appended_elsewhere(self, row: int, target: LowerTier) -> bool:
         """True if another tier is appending the record from memory, which writes to its head."""
         others = [lower.copies for lower in self._state.lower_tiers if lower is not target]
         return any(not copies.absent(row) and not copies.ready(row) for copies in others)
 
-    def _read(self, job: CopyJob, piece: CopyBatch) -> list[tuple[int, memoryview]]:
-        """Read the records into their images. Returns the intact ones; the others are given up."""
+    def _read(self, job: CopyJob, piece: CopyBatch) -> list[tuple[int, int]]:
+        """Read the records that are not used in place into staging. Returns the intact rows and
+        their addresses; the others are given up.
+        """
         state, catalog = self._state, self._state.catalog
-        images = dict(zip(piece.rows, piece.images, strict=True))
+        addresses = dict(zip(piece.rows, piece.addresses, strict=True))
         copied = [row for row in piece.slots if row not in piece.sources]
         if copied:
-            base, location = state.arena.address, catalog.memory.location
-            transfers(
-                [(0, base + location[row], *address_of(images[row]), 0, 0, COPY) for row in copied]
-            )
-        if not piece.sources:
-            return list(images.items())
+            copies = np.zeros(len(copied), TRANSFER_DTYPE)
+            memory = state.memory_tiers[0].address
+            copies["source"] = memory + catalog.memory.location.array[copied]
+            copies["target"] = [addresses[row] for row in copied]
+            copies["nbytes"] = record_sizes(catalog.nbytes.array[copied])
+            copies["mode"] = COPY
+            transfer(copies)
         intact = set(piece.rows) - piece.sources.keys()
         by_volume: dict[int, list[int]] = {}
         for row, source in piece.sources.items():
             if source is not None:
                 by_volume.setdefault(volume_of(source[1]), []).append(row)
         for number, rows in by_volume.items():
-            intact.update(self._read_from(number, rows, piece, images))
+            intact.update(self._read_from(number, rows, piece, addresses))
         lost = [row for row in piece.rows if row not in intact]
         if lost:
             with state.lock:
                 self._give_up(job, piece, lost)
-        return [(row, image) for row, image in images.items() if row in intact]
+        return [(row, address) for row, address in addresses.items() if row in intact]
 
     def _read_from(
-        self, number: int, rows: list[int], piece: CopyBatch, images: Mapping[int, memoryview]
+        self, number: int, rows: list[int], piece: CopyBatch, addresses: Mapping[int, int]
     ) -> list[int]:
         """Read and verify records of one volume. Returns the intact rows."""
         sources = [piece.sources[row] for row in rows]
@@ -275,7 +279,7 @@ class BlockMover:
             self._state.catalog.table.words(np.array(rows)),
             [place_of(source[1]) for source in sources if source is not None],
             self._state.catalog.nbytes.array[rows],
-            [address_of(images[row])[0] for row in rows],
+            [addresses[row] for row in rows],
         )
         volume = self._state.volumes[number]
         timeout_s = max(source[0].config.write_timeout for source in sources if source is not None)
@@ -289,9 +293,9 @@ class BlockMover:
         self,
         job: CopyJob,
         piece: CopyBatch,
-        blocks: list[tuple[int, memoryview]],
+        blocks: list[tuple[int, int]],
         number: int,
-    ) -> list[tuple[int, memoryview]]:
+    ) -> list[tuple[int, int]]:
         """Append to one volume; enter and release written blocks. Returns those not written.
 
         Written blocks are entered before room is made: a segment with a block that is not in the
@@ -302,45 +306,44 @@ class BlockMover:
         with state.lock:
             mounts, volume = entry.mounts, entry.volume
             target.appending[number] += 1
+        rows, addresses = np.array(blocks, np.int64).T
         records = np.zeros(len(blocks), RECORD_DTYPE)
-        rows = np.array([row for row, _ in blocks])
         records["key"] = catalog.table.words(rows)
-        records["payload_bytes"] = catalog.nbytes.array[rows]
-        records["image"] = [address_of(image)[0] for _, image in blocks]
-        records["stamp"] = [stamp_of(image) for _, image in blocks]
+        records["payload_bytes"] = sizes = catalog.nbytes.array[rows]
+        records["image"] = addresses
+        records["stamp"] = stamps_of(addresses)
         began_s = state.clock.now()
         places = volume.append(records, job.purpose)
-        removed: list[Tombstone] = []
-        written: list[int] = []
-        written_bytes = 0
-        left: list[tuple[int, memoryview]] = []
         with state.lock:
-            state.events.took("write", state.clock.now() - began_s, target.name)
+            now_s = state.clock.now()
             # Appends to a volume that was reopened meanwhile are lost.
-            is_gone = entry.mounts != mounts
+            has_place = (places != NO_PLACE) & (entry.mounts == mounts)
             target.appending[number] -= 1
-            for index, place in enumerate(places.tolist()):
-                if place == NO_PLACE or is_gone:
-                    left.append(blocks[index])
-                    continue
-                row, image = blocks[index]
-                job.enter(row, number << VOLUME_SHIFT | place)
-                written.append(row)
-                written_bytes += len(image)
-                if catalog.is_deleted(row):
-                    # Cover this record only: the block may have been put again since.
-                    below = int(records["stamp"][index]) + 1
-                    removed.append(Tombstone(catalog.table.key(row), below, state.stamps.next()))
-            if not removed:
+            written = rows[has_place].tolist()
+            if written:
+                job.enter(written, (places[has_place] | number << VOLUME_SHIFT).tolist())
+            deleted = catalog.deleted(written)
+            if deleted:
+                # Cover these records only: the blocks may have been put again since.
+                below = dict(zip(rows.tolist(), (records["stamp"] + 1).tolist(), strict=True))
+                removed = [
+                    Tombstone(catalog.table.key(row), below[row], state.stamps.next())
+                    for row in deleted
+                ]
+            else:
                 self._release(job, piece, written)
-        state.events.count(job.counter or f"moved_{target.name}", len(written))
-        if job.counter == "written":
-            state.events.count("written_bytes", written_bytes)
-        if removed:
+        events = state.events
+        events.emit(Took("write", target.name, now_s - began_s))
+        if written:
+            events.emit(Counted(job.counter or f"moved_{target.name}", len(written)))
+        if written and job.counter == "written":
+            nbytes = int(record_sizes(sizes[has_place]).sum())
+            events.emit(Counted("written_bytes", nbytes))
+        if deleted:
             self.record_tombstones(removed)
             with state.lock:
                 self._release(job, piece, written)
-        return left
+        return [blocks[index] for index in np.flatnonzero(~has_place).tolist()]
 
     def _give_up(self, job: CopyJob, piece: CopyBatch, rows: list[int]) -> None:
         for row in rows:
@@ -350,10 +353,9 @@ class BlockMover:
     def _release(self, job: CopyJob, piece: CopyBatch, rows: list[int]) -> None:
         state = self._state
         assert state.lock.held()
-        for row in rows:
-            slot = piece.slots.pop(row, None)
-            if slot is not None:
-                state.staging.free(slot)
+        for row in rows if piece.slots else ():
+            if row in piece.slots:
+                state.staging.free(piece.slots.pop(row))
         job.release(rows)
         state.unlease(rows)
         state.lock.written.notify_all()

@@ -185,9 +185,10 @@ class MoveOut(CopyJob):
     def source(self, row: int) -> tuple[LowerTier, int] | None:
         return self.target, self._place(row)
 
-    def enter(self, row: int, location: int) -> None:
-        self.target.relocate(row, self._place(row), location)
-        self.target.reset_hits(row)
+    def enter(self, rows: list[int], locations: list[int]) -> None:
+        for row, location in zip(rows, locations, strict=True):
+            self.target.relocate(row, self._place(row), location)
+        self.target.reset_hits(rows)
 
     def _place(self, row: int) -> int:
         return self.target.place_in(row, self._volume, self._segment)

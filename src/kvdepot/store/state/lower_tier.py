@@ -26,7 +26,7 @@ from kvdepot.core.volume import (
     place_of,
     volume_of,
 )
-from kvdepot.format.record import record_bytes
+from kvdepot.format.record import record_sizes
 from kvdepot.index.catalog import Catalog, Copies
 from kvdepot.index.paths import path_order
 from kvdepot.index.pinned_rows import PinnedRows
@@ -153,11 +153,13 @@ class VolumeShares:
 
     def next(self) -> int | None:
         """The volume for the next batch; None if no volume accepts blocks."""
-        return self._shares.next(self._loads())
+        loads = self._loads()
+        return loads[0].drive if len(loads) == 1 else self._shares.next(loads)
 
     def take(self, volume: int, nbytes: int, now_s: float) -> None:
         """Count a batch as being written to a volume until `done`."""
-        self._shares.take(volume, nbytes, self._loads())
+        if len(self._volumes.entries) > 1:
+            self._shares.take(volume, nbytes, self._loads())
         self._writing[volume] += nbytes
         self.taken_s = now_s
 
@@ -186,6 +188,7 @@ class WriteQueue:
 
     def __init__(self, catalog: Catalog, copies: Copies) -> None:
         self._catalog = catalog
+        self._copies = copies
         self.owed = OwedBlocks(catalog, copies)
         """Blocks that could not be written to the tier."""
         self.dirty: deque[int] = deque()
@@ -206,23 +209,31 @@ class WriteQueue:
         self._arrivals: deque[tuple[int, float]] = deque(maxlen=_ARRIVALS_MAX)
         """Tickets and their times, one for each second with arrivals."""
 
-    def mark_dirty(self, row: int, ticket: int, now_s: float) -> None:
-        """Queue a block to be written; it cannot be evicted from memory before."""
+    def mark_dirty(self, rows: Iterable[int], ticket: int, now_s: float) -> int:
+        """Queue blocks to be written, except for those that the tier has or that are queued. They
+        cannot be evicted from memory before. `ticket` is the last one; returns the new last one.
+        """
+        tickets, states = self.tickets, self._copies.state.view
+        new = [row for row in rows if row not in tickets and states[row] == CopyState.ABSENT]
+        if not new:
+            return ticket
         if not self.dirty:
             self.dirty_since_s = now_s
         if not self._arrivals or now_s - self._arrivals[-1][1] >= _ARRIVALS_APART_S:
-            self._arrivals.append((ticket, now_s))
-        self._catalog.leaves.hold(row)
-        self.tickets[row] = ticket
-        self.dirty.append(row)
-        self.dirty_bytes += record_bytes(self._catalog.nbytes[row])
+            self._arrivals.append((ticket + 1, now_s))
+        self._catalog.leaves.hold_all(new)
+        tickets.update(zip(new, range(ticket + 1, ticket + 1 + len(new)), strict=True))
+        self.dirty.extend(new)
+        self.dirty_bytes += int(record_sizes(self._catalog.nbytes.array[new]).sum())
+        return ticket + len(new)
 
-    def mark_clean(self, row: int) -> None:
-        """Remove a block that was written or given up from the queue."""
-        self.dirty_bytes -= record_bytes(self._catalog.nbytes[row])
-        self.tickets.pop(row, None)
-        self.failed_on.pop(row, None)
-        self._catalog.leaves.release(row)
+    def mark_clean(self, rows: list[int]) -> None:
+        """Remove blocks that were written or given up from the queue."""
+        self.dirty_bytes -= int(record_sizes(self._catalog.nbytes.array[rows]).sum())
+        for row in rows:
+            self.tickets.pop(row, None)
+            self.failed_on.pop(row, None)
+        self._catalog.leaves.release_all(rows)
 
     def oldest_ticket(self) -> int | None:
         return next(iter(self.tickets.values()), None)
@@ -324,11 +335,12 @@ class LowerTier:
         place = self.place(row)
         return place if place >> SEGMENT_SHIFT == volume << SEGMENT_SHIFT | segment else NONE
 
-    def enter(self, row: int, location: int) -> None:
-        """Record that a block was written to `location`."""
-        self.catalog.unwritten.view[row] = 0
-        self.copies.owed.view[row] = 0
-        self.segment_rows.setdefault(location >> SEGMENT_SHIFT, array("i")).append(row)
+    def enter(self, rows: list[int], locations: list[int]) -> None:
+        """Record that blocks were written to `locations`."""
+        self.catalog.unwritten.array[rows] = 0
+        self.copies.owed.array[rows] = 0
+        for row, location in zip(rows, locations, strict=True):
+            self.segment_rows.setdefault(location >> SEGMENT_SHIFT, array("i")).append(row)
 
     def relocate(self, row: int, source: int, target: int) -> None:
         """Record that the copy at `source` was written again at `target`. If it was dropped
@@ -339,7 +351,7 @@ class LowerTier:
             return
         self.copies.move(row, target)
         self._discard_one(source, self.catalog.nbytes[row])
-        self.enter(row, target)
+        self.enter([row], [target])
 
     def drop(self, row: int) -> None:
         """Drop the block's copy in this tier; its bytes stay until their segment is released."""
@@ -416,9 +428,9 @@ class LowerTier:
         hits: Rows = np.where(total == HITS_MAX, 1, total - self._hits_before.array[rows])
         return hits
 
-    def reset_hits(self, row: int) -> None:
+    def reset_hits(self, rows: list[int]) -> None:
         """Start to count requests again: earlier ones were served by other tiers."""
-        self._hits_before.view[row] = self.catalog.tree.hits.view[row]
+        self._hits_before.array[rows] = self.catalog.tree.hits.array[rows]
 
     def is_read_since(self, moment_s: float) -> bool:
         """True if a caller has waited for a read from this tier since then."""

@@ -317,16 +317,17 @@ class PendingWrites:
 
         `later`: the queue is full, so that they are deferred and may be evicted unwritten.
         """
-        unwritten, learns = self._catalog.unwritten.view, self.admission.learns
         if not self._lower_tiers:
-            for row in rows:
-                unwritten[row] = _NO_DRIVE
+            self._catalog.unwritten.array[rows] = _NO_DRIVE
             return
-        for row in rows:
-            promising = learns and self.admission.made(row)
-            unwritten[row] = _WAITING
-            self._add(row, self._targets[promising], later=later)
-        self._events.count("put_deferred", len(rows) if later else 0)
+        self._catalog.unwritten.array[rows] = _WAITING
+        if self.admission.learns:
+            for row in rows:
+                self._add([row], self._targets[self.admission.made(row)], later=later)
+        else:
+            self._add(rows, self._targets[False], later=later)
+        if later:
+            self._events.count("put_deferred", len(rows))
 
     def written_through(self) -> LowerTier | None:
         """The first lower tier if puts wait until it has their blocks; else None."""
@@ -345,7 +346,9 @@ class PendingWrites:
         while lower.queue.deferred and self.dirty_bytes < limit_bytes:
             row, _ = lower.queue.deferred.popitem(last=False)
             if catalog.memory.ready(row) and catalog.is_live(row):
-                self._queue(row, lower)
+                if lower.queue.writers:
+                    now_s = self._state.clock.now()
+                    self.last_ticket = lower.queue.mark_dirty([row], self.last_ticket, now_s)
             elif catalog.is_live(row) and lower.copies.absent(row):
                 lower.queue.owed.add(row)  # it has left memory, and is on a drive
 
@@ -359,13 +362,13 @@ class PendingWrites:
         self._events.count("write_failed")
         if self._catalog.unwritten.view[row]:
             self._catalog.unwritten.view[row] = FAILED
-        self.mark_clean(row, lower)
+        self.mark_clean([row], lower)
 
     def add_again(self, row: int) -> None:
         """Queue a block again that could not be written before."""
         assert self._state.lock.held()
         if self._catalog.memory.ready(row):
-            self._add(row, self._targets[True])
+            self._add([row], self._targets[True])
 
     def note_use(self, rows: list[int]) -> None:
         """Record a further request for blocks: those in memory may be worth writing now."""
@@ -383,7 +386,7 @@ class PendingWrites:
             return
         for row in rows:
             if self._catalog.memory.ready(row) and self._catalog.is_live(row):
-                self._add(row, self._targets[True])
+                self._add([row], self._targets[True])
         self._state.lock.work.notify_all()
 
     def promotes_from(self, source: LowerTier) -> bool:
@@ -401,39 +404,34 @@ class PendingWrites:
             return
         above = self._above[source]
         if above and self.admission.promotes(row, sample):
-            self._add(row, above)
+            self._add([row], above)
             self._state.lock.work.notify_all()
 
     def is_dirty(self, row: int) -> bool:
         """True if a block is queued for any lower tier."""
         return any(row in lower.queue.tickets for lower in self._lower_tiers)
 
-    def _queue(self, row: int, lower: LowerTier) -> None:
-        """Queue a block in memory for a tier that does not have it, unless it is queued already."""
-        if lower.queue.writers and lower.copies.absent(row) and row not in lower.queue.tickets:
-            self.last_ticket += 1
-            lower.queue.mark_dirty(row, self.last_ticket, self._state.clock.now())
-
-    def _add(self, row: int, numbers: list[int], *, later: bool = False) -> None:
-        """Queue a block in memory for the tiers of `numbers` that admit it."""
-        kept = _POLICY
+    def _add(self, rows: list[int], numbers: list[int], *, later: bool = False) -> None:
+        """Queue blocks in memory for the tiers of `numbers` that admit them; while admission
+        learns, one block.
+        """
+        kept, tiers = _POLICY, self._lower_tiers
         if self.admission.learns:
-            wanted, numbers = numbers, self.admission.sift(row, numbers)
+            wanted, numbers = numbers, self.admission.sift(rows[0], numbers)
             kept = _BUDGET if wanted and not numbers else _POLICY
-        for number in numbers:
-            lower = self._lower_tiers[number]
-            if later and lower.queue.writers:
-                lower.queue.deferred[row] = None
+        for lower in [tiers[number] for number in numbers if tiers[number].queue.writers]:
+            if later:
+                lower.queue.deferred.update(dict.fromkeys(rows))
                 self.follows_uses = True
             else:
-                self._queue(row, lower)
-        if self._catalog.unwritten.view[row]:
-            deferred = any(row in lower.queue.deferred for lower in self._lower_tiers)
-            if self.is_dirty(row) or deferred:
-                kept = _WAITING
-            elif not self.writes_back:
-                kept = _READ_ONLY if self._lower_tiers else _NO_DRIVE
-            self._catalog.unwritten.view[row] = kept
+                now_s = self._state.clock.now()
+                self.last_ticket = lower.queue.mark_dirty(rows, self.last_ticket, now_s)
+        if not any(lower.queue.writers for lower in tiers):
+            kept = _READ_ONLY if tiers else _NO_DRIVE
+        queues, unwritten = [lower.queue for lower in tiers], self._catalog.unwritten.view
+        for row in [row for row in rows if unwritten[row]]:
+            waits = any(row in one.tickets or row in one.deferred for one in queues)
+            unwritten[row] = _WAITING if waits else kept
 
     def modes_changed(self) -> None:
         """Called when the write mode of a lower tier was changed."""
@@ -445,13 +443,14 @@ class PendingWrites:
             lower: promotes(modes, number) for number, lower in enumerate(self._lower_tiers)
         }
 
-    def mark_clean(self, row: int, lower: LowerTier) -> None:
-        """Remove a block from the queue of a tier; drop it if it was deleted meanwhile."""
+    def mark_clean(self, rows: list[int], lower: LowerTier) -> None:
+        """Remove blocks from the queue of a tier; drop those that were deleted meanwhile."""
         assert self._state.lock.held()
-        lower.queue.mark_clean(row)
+        lower.queue.mark_clean(rows)
         catalog = self._catalog
-        if catalog.is_deleted(row) and not catalog.leases(row) and not self.is_dirty(row):
-            self._state.drop_everywhere(row)
+        for row in catalog.deleted(rows):
+            if not catalog.leases(row) and not self.is_dirty(row):
+                self._state.drop_everywhere(row)
 
 
 @dataclass(slots=True)

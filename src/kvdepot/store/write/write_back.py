@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from kvdepot.core.block import CopyState
 from kvdepot.core.depot import DURABILITY, Durability, FlushReport, TierReport
 from kvdepot.core.keys import Keys
 from kvdepot.core.log import RateLimitedLog
@@ -55,16 +56,16 @@ class WriteDown(CopyJob):
         self.given_up = 0
         self._returned: list[int] = []
 
-    def claim(self, row: int) -> None:
-        self.target.copies.reserve(row, self._volume << VOLUME_SHIFT)
+    def claim(self, rows: list[int]) -> None:
+        self.target.copies.reserve_all(rows, [self._volume << VOLUME_SHIFT] * len(rows))
 
-    def enter(self, row: int, location: int) -> None:
-        state, lower = self._state, self.target
-        lower.copies.location[row] = location
-        lower.copies.seal(row)
-        lower.enter(row, location)
-        if lower is state.lower_tiers[0]:
-            lower.reset_hits(row)
+    def enter(self, rows: list[int], locations: list[int]) -> None:
+        lower = self.target
+        lower.copies.location.array[rows] = locations
+        lower.copies.seal_all(rows)
+        lower.enter(rows, locations)
+        if lower is self._state.lower_tiers[0]:
+            lower.reset_hits(rows)
 
     def give_up(self, row: int) -> None:
         """Queue a block that could not be written for another volume, or give it up."""
@@ -80,9 +81,9 @@ class WriteDown(CopyJob):
             self._state.writes.give_up(row, self.target)
 
     def release(self, rows: list[int]) -> None:
-        for row in rows:
-            if self.target.copies.ready(row):
-                self._state.writes.mark_clean(row, self.target)
+        ready = self.target.copies.state.array[rows] == CopyState.READY
+        if len(written := np.array(rows)[ready].tolist()):
+            self._state.writes.mark_clean(written, self.target)
         self.target.queue.dirty.extendleft(reversed(self._returned))
         self._returned.clear()
 
@@ -102,9 +103,9 @@ class WriteOwed(WriteDown):
         source = self._state.source(row)
         return (source, source.place(row)) if source is not None else None
 
-    def claim(self, row: int) -> None:
-        super().claim(row)
-        self.target.moving[row] += 1
+    def claim(self, rows: list[int]) -> None:
+        super().claim(rows)
+        self.target.moving.update(rows)
 
     def give_up(self, row: int) -> None:
         """It stays owed while the tier is away. Else its copy here is damaged, or there is no room
@@ -166,9 +167,10 @@ class WriteBack:
         state, lower = self._state, self._lower
         with state.lock:
             while not state.closing.is_set():
-                owed = None if self._is_paying else self._next_owed()
-                if owed is not None:
-                    return owed
+                if lower.queue.owed.waiting and not self._is_paying:
+                    owed = self._next_owed()
+                    if owed is not None:
+                        return owed
                 if lower.queue.deferred:
                     state.writes.queue_deferred(lower, state.writes.dirty_limit_bytes // 2)
                 volume, pause_s = self._choose_volume()
@@ -190,8 +192,7 @@ class WriteBack:
     def _next_owed(self) -> tuple[int, CopyBatch, WriteDown] | None:
         """Claim blocks that are owed to the tier; None if there are none, or no volume is free."""
         lower = self._lower
-        facts = lower.volumes.all_facts() if lower.queue.owed.waiting else []
-        able = [number for number, one in facts if one.takes_blocks]
+        able = [number for number, one in lower.volumes.all_facts() if one.takes_blocks]
         free = [number for number in able if self._busy[number] < self._a_volume]
         if not able:
             lower.queue.owed.waiting.clear()
@@ -221,7 +222,7 @@ class WriteBack:
             _log.warning("%s: %d blocks were not written", self._lower.name, job.given_up)
         with state.lock:
             self._lower.volumes.shares.done(volume, nbytes)
-        if not self._lower.volumes[volume].facts().spare_segments:
+        if not state.volumes.entries[volume].volume.facts().spare_segments:
             self._room.keep_spare(volume)
         with state.lock:
             self._busy[volume] -= 1
@@ -256,10 +257,10 @@ class WriteBack:
         assert state.lock.held()
         if not lower.queue.dirty:
             return None, None
-        pressed = self._is_pressed()
-        wait_s = 0.0 if pressed or self._is_flushed() else self._linger_s()
-        if wait_s:
-            return None, wait_s
+        if lower.volumes.contiguous_bytes or self._rests_until_s:
+            wait_s = self._linger_s()
+            if wait_s and not (self._is_pressed() or self._is_flushed()):
+                return None, wait_s
         able, retry_s = self._able_volumes()
         if not able:
             self._give_up_all()
@@ -269,11 +270,14 @@ class WriteBack:
         free = [volume for volume in able if self._busy[volume] < self._a_volume]
         if not free:
             return None, retry_s
+        if len(able) == 1:
+            return able[0], None
         first = lower.volumes.shares.next()
         if first in free:
             return first, None
-        if first in able and not pressed:
+        if first in able and not self._is_pressed():
             # The volume for the next batch is busy: wait for it briefly.
+            wait_s = 0.0
             if lower.volumes.contiguous_bytes:
                 wait_s = self._left_s(lower.volumes.shares.taken_s, _LINGER_S)
             elif lower.volumes.shares.are_uneven():
@@ -315,9 +319,13 @@ class WriteBack:
         state, lower, catalog = self._state, self._lower, self._state.catalog
         if lower.volumes.contiguous_bytes:
             lower.queue.sort()
-        segment_bytes = lower.volumes[volume].facts().segment_bytes
+        segment_bytes = state.volumes.entries[volume].volume.facts().segment_bytes
         most = segment_bytes if lower.volumes.is_remote else segment_bytes // 4
-        budget = min(lower.volumes.contiguous_bytes or self._part_bytes(volume), most)
+        budget = lower.volumes.contiguous_bytes or _PART_BYTES_MAX
+        if len(lower.volumes.entries) > 1 and not lower.volumes.contiguous_bytes:
+            budget = min(budget, self._part_bytes(volume))
+        budget = min(budget, most)
+        others = len(state.lower_tiers) > 1
         rows: list[int] = []
         passed_over: list[int] = []
         for _ in range(min(len(lower.queue.dirty), _BLOCKS_MAX)):
@@ -327,9 +335,9 @@ class WriteBack:
                 break
             lower.queue.dirty.popleft()
             if catalog.is_deleted(row) or not lower.copies.absent(row):
-                state.writes.mark_clean(row, lower)
+                state.writes.mark_clean([row], lower)
                 state.lock.written.notify_all()
-            elif self._mover.is_appended_elsewhere(row, lower):
+            elif others and self._mover.is_appended_elsewhere(row, lower):
                 passed_over.append(row)  # another tier is writing to its head
             elif rows and volume in lower.queue.failed_on.get(row, ()):
                 passed_over.append(row)  # another volume is chosen for it
@@ -340,11 +348,9 @@ class WriteBack:
         return rows
 
     def _part_bytes(self, volume: int) -> int:
-        lower = self._lower
-        if len(lower.volumes) == 1:
-            return _PART_BYTES_MAX
-        part = int(lower.queue.dirty_bytes * lower.volumes.shares.part(volume) / self._a_volume)
-        return min(_PART_BYTES_MAX, max(_PART_BYTES_MIN, part))
+        """The volume's share of the queue, for each of its threads."""
+        share = self._lower.volumes.shares.part(volume) / self._a_volume
+        return max(_PART_BYTES_MIN, int(self._lower.queue.dirty_bytes * share))
 
     def _end_thread(self) -> None:
         """Count an ended thread. If it was the last, give up all waiting blocks."""
