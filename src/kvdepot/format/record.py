@@ -24,6 +24,7 @@ The payload starts at 4096 and is padded with zeros to a multiple of 4096. All l
 """
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
@@ -33,7 +34,16 @@ import numpy.typing as npt
 from kvdepot.core.block import KEY_BYTES, BlockKey
 from kvdepot.core.clock import STAMP_MAX
 from kvdepot.errors import ConfigError
-from kvdepot.native import FILL, KEY_AT, TABLE_AT, TRANSFER_DTYPE, checksum, transfer
+from kvdepot.native import (
+    COPY,
+    FILL,
+    KEY_AT,
+    TABLE_AT,
+    TRANSFER_DTYPE,
+    address_of,
+    checksum,
+    transfer,
+)
 from kvdepot.native.memory import view_at
 
 Rows = npt.NDArray[np.int64]
@@ -61,6 +71,21 @@ IDENTITY_DTYPE: Final = np.dtype(
 TOKEN_BYTES: Final = 4
 
 _HEAD: Final = struct.Struct("<QIHH32sQQIHHQQQIIQ")
+_HEAD_DTYPE: Final = np.dtype(
+    {
+        "names": [
+            "magic", "version", "kind", "key", "used", "payload_bytes", "stored_bytes",
+            "chunk_bytes", "chunk_count", "token_count", "token_sum", "producer",
+        ],
+        "formats": [
+            "<u4", "<u2", "<u2", ("<u8", (4,)), "<u4", "<u8", "<u8",
+            "<u8", "<u4", "<u4", "<u8", "<u8",
+        ],
+        "offsets": [8, 12, 14, 16, 64, 72, 80, 88, 96, 100, 104, 112],
+        "itemsize": TABLE_OFFSET,
+    }
+)  # fmt: skip
+"""A head up to its checksum table, as fields."""
 _U64: Final = struct.Struct("<Q")
 KEY_WORD: Final = KEY_AT // 8
 """The offset of the key in a record, in words of 8 bytes."""
@@ -164,6 +189,36 @@ def write_head(
     if token_count:
         image[used:end] = tokens
     image[end:HEAD_BYTES] = _ZEROS[: HEAD_BYTES - end]
+
+
+def write_heads(
+    images: Rows, blocks: npt.NDArray[Any], tokens: Sequence[bytes | memoryview]
+) -> None:
+    """`write_head` for blocks, rows of core.requests.BLOCK_DTYPE, with records at these addresses.
+    Writes zeros after their payloads. `tokens` are those of each block, if known.
+    """
+    sizes, chunks = blocks["payload_bytes"], blocks["chunk_bytes"]
+    heads = np.zeros(len(blocks), _HEAD_DTYPE)
+    heads["magic"], heads["version"], heads["kind"] = MAGIC, VERSION, Kind.BLOCK
+    heads["key"], heads["producer"] = blocks["key"], blocks["producer"]
+    heads["payload_bytes"] = heads["stored_bytes"] = sizes
+    heads["chunk_bytes"], heads["chunk_count"] = chunks, -(-sizes // chunks)
+    heads["used"] = used = TABLE_OFFSET + 8 * heads["chunk_count"].astype(np.int64)
+    ends = used.copy()
+    for index, some in enumerate(tokens):
+        if some and used[index] + len(some) <= HEAD_BYTES:
+            view_at(int(images[index] + used[index]), len(some))[:] = np.frombuffer(some, np.uint8)
+            heads[index]["token_count"] = len(some) // TOKEN_BYTES
+            heads[index]["token_sum"] = checksum(some)
+            ends[index] += len(some)
+    copies = np.zeros((3, len(blocks)), TRANSFER_DTYPE)
+    copies["mode"], copies["source"] = COPY, address_of(_ZEROS)[0]
+    written, cleared, padded = copies
+    written["source"] = address_of(heads)[0] + TABLE_OFFSET * np.arange(len(blocks))
+    written["target"], written["nbytes"] = images, TABLE_OFFSET
+    cleared["target"], cleared["nbytes"] = images + ends, HEAD_BYTES - ends
+    padded["target"], padded["nbytes"] = images + HEAD_BYTES + sizes, -sizes % PAGE
+    transfer(copies.reshape(-1))
 
 
 def fill_tokens(

@@ -191,6 +191,20 @@ class Catalog:
         self._link(row)
         return row
 
+    def add_all(self, words: Keys, nbytes: int) -> list[int]:
+        """Add rows for distinct unknown keys of blocks of one size; each prompt head first."""
+        if len(words) < FEW:
+            packed = words.tobytes()
+            keys = [BlockKey(packed[at : at + 32]) for at in range(0, len(packed), 32)]
+            rows = [self.table.add(key) for key in keys]
+        else:
+            rows = self.table.add_many(words).tolist()
+        self.nbytes.array[rows] = nbytes
+        for row in self.tree.attach_all(rows, words):
+            for leaves in self.orders:
+                leaves.adopt(row)
+        return rows
+
     def recover(
         self, words: Keys, nbytes: Rows, locations: Rows, copies: Copies | None = None
     ) -> Rows:

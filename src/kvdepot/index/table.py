@@ -184,13 +184,16 @@ class KeyTable:
         return row
 
     def add_many(self, words: Keys) -> Rows:
-        """Add rows for many distinct unknown keys (recovery)."""
-        count = len(words)
-        if self._unused + count >= self.rows:
-            self._grow(self._unused + count + 1)
-        rows = np.arange(self._unused, self._unused + count, dtype=np.int64)
+        """Add rows for many distinct unknown keys."""
+        count, freed = len(words), list[int]()
+        while self._free != NONE and len(freed) < count:
+            freed.append(self._free)
+            self._free = self._next_free.view[self._free]
+        first, self._unused = self._unused, self._unused + count - len(freed)
+        if self._unused >= self.rows:
+            self._grow(max(self._unused + 1, self.rows + self.rows // 2))
+        rows = np.array([*freed, *range(first, self._unused)], np.int64)
         self._words[rows] = words
-        self._unused += count
         self.live += count
         self._insert_many(rows)
         return rows

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from kvdepot.core.keys import Keys
 from kvdepot.index.table import FEW, NONE, Bools, KeyTable, Rows
 
 HITS_MAX: Final = 65_535
@@ -89,6 +90,22 @@ class PrefixTree:
         for other in self.children(row):
             self.parent.view[other] = row
         return child != NONE
+
+    def attach_all(self, rows: list[int], words: Keys) -> list[int]:
+        """`attach` for new rows with these keys. Returns those that have children."""
+        parents, first = self.parent.view, self._first.view
+        linked = (words[1:, 1] == words[:-1, 2]) & (words[1:, 1] != 0)
+        follows = [False, *linked.tolist()]
+        same_tag = bool((words[:, 0] == words[0, 0]).all())
+        have_children, before = [], NONE
+        for row, is_next in zip(rows, follows, strict=True):
+            if is_next and same_tag and not self._orphans:
+                parents[row] = before  # a new row: this is its first child
+                first[before] = row
+            elif self.attach(row):
+                have_children.append(row)
+            before = row
+        return have_children
 
     def _is_below(self, row: int, new: int) -> bool:
         """True if `row` continues `new`, which is not linked yet. Only forged keys form cycles."""

@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -31,6 +30,7 @@ from kvdepot.format.record import (
     filled_producer,
     filled_tokens,
     record_bytes,
+    record_sizes,
 )
 from kvdepot.index.table import NONE, Bools, Rows
 from kvdepot.store.events import LookedUp, Registered
@@ -298,9 +298,9 @@ class Engine:
     def put(self, caller: Caller, offer: Offer, timeout_s: float) -> list[PutResult]:
         """Copy blocks into memory and queue them for the drives. See depot.Depot.put_many."""
         with self.state.using:
-            store = partial(self.putter.store, offer.blocks)
-            answers = self._with_slots(caller, offer, store, timeout_s)[1]
-            self._flusher.write_through(timeout_s)
+            answers = self._with_slots(caller, offer, self.putter.store, timeout_s)[1]
+            if self.state.writes.written_through() is not None:
+                self._flusher.write_through(timeout_s)
             return answers
 
     def reserve(
@@ -460,25 +460,27 @@ class Engine:
         self,
         caller: Caller,
         offer: Offer,
-        find: Callable[[Sequence[NewBlock], float], list[PutResult]],
+        find: Callable[[Array, Sequence[NewBlock], float], list[PutResult]],
         timeout_s: float,
     ) -> tuple[list[NewBlock | None], list[PutResult]]:
         """Call `find` for the blocks that the caller may put; the others are REFUSED."""
-        self.access.set_sizes(caller, offer.blocks)
+        blocks = offer.blocks
+        self.access.set_sizes(caller, blocks)
         slots = [
-            NewBlock(
-                key, index, row[1], row[2], record_bytes(row[1]), tokens=tokens, producer=row[-1]
-            )
-            for index, (key, row, tokens) in enumerate(
+            NewBlock(index, payload_bytes, chunk_bytes, nbytes, producer=producer)
+            for index, (payload_bytes, chunk_bytes, nbytes, producer) in enumerate(
                 zip(
-                    as_keys(offer.blocks["key"]),
-                    offer.blocks.tolist(),
-                    offer.tokens or [b""] * len(offer.blocks),
+                    blocks["payload_bytes"].tolist(),
+                    blocks["chunk_bytes"].tolist(),
+                    record_sizes(blocks["payload_bytes"]).tolist(),
+                    blocks["producer"].tolist(),
                     strict=True,
                 )
             )
         ]
-        answers = find([slot for slot in slots if slot.payload_bytes], timeout_s)
+        for slot, tokens in zip(slots, offer.tokens, strict=False):
+            slot.tokens = tokens
+        answers = find(blocks, [slot for slot in slots if slot.payload_bytes], timeout_s)
         for index, slot in enumerate(slots):
             if not slot.payload_bytes and index <= len(answers):
                 answers.insert(index, PutResult.REFUSED)

@@ -42,6 +42,7 @@ _WAITING, _POLICY, _BUDGET, _READ_ONLY, _NO_DRIVE = map(
         Durability.NO_DRIVE,
     ),
 )
+_NO_LIMIT: Final = 1 << 62
 TEMPORARY: Final = -2
 """Owner of a slot that belongs to a transfer and not to a block."""
 
@@ -300,10 +301,12 @@ class PendingWrites:
         config = self._state.config
         return max(1, int(config.dram.capacity * config.writeback.dirty_limit))
 
-    @property
-    def writes_back(self) -> bool:
-        """True if there are threads that write blocks to a lower tier."""
-        return any(lower.queue.writers for lower in self._lower_tiers)
+    def room_bytes(self) -> int:
+        """Bytes of new blocks that may still be queued for writing."""
+        queues = [lower.queue for lower in self._lower_tiers if lower.queue.writers]
+        if not queues:
+            return _NO_LIMIT
+        return self.dirty_limit_bytes - sum([queue.dirty_bytes for queue in queues])
 
     def are_moving(self, rows: Iterable[int]) -> bool:
         """True if one of the rows is queued for, or being copied to, a lower tier."""

@@ -11,12 +11,13 @@ from typing import Final
 import numpy as np
 
 from kvdepot.core.block import BlockKey, PutResult
-from kvdepot.core.requests import Array
+from kvdepot.core.keys import Keys
+from kvdepot.core.requests import BLOCK_DTYPE, Array
 from kvdepot.format.copy_ops import checksum_slot
-from kvdepot.format.record import HEAD_BYTES, Kind, set_stamp, write_head
+from kvdepot.format.record import set_stamps, write_heads
 from kvdepot.index.table import NONE
 from kvdepot.native import copy_in
-from kvdepot.store.events import Took
+from kvdepot.store.events import Counted, Took
 from kvdepot.store.state.memory_tier import SlotAllocator
 from kvdepot.store.state.state import StoreState
 
@@ -26,14 +27,12 @@ _AT_ONCE: Final = -math.inf
 """Deadline of a put that does not wait for writes: the block may be evicted unwritten."""
 _PART: Final = 32
 """Most blocks reserved or sealed while the lock is held, so that lookups wait only briefly."""
-_ZEROS: Final = bytes(4096)
 
 
 @dataclass(slots=True)
 class NewBlock:
     """A block of a put."""
 
-    key: BlockKey
     index: int
     """Its index in the call."""
     payload_bytes: int
@@ -75,7 +74,7 @@ class Putter:
         self.slots = SlotAllocator(state, state.memory_tiers[0])
 
     def store(self, blocks: Array, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
-        """Store those of `blocks` that are offered. Returns a result for each. Blocks for
+        """Store those of `blocks` that are offered. Returns a result for each offer. Blocks for
         `timeout_s` at most for room.
         """
         state = self._state
@@ -85,35 +84,38 @@ class Putter:
         while len(results) < len(offers):
             wave: list[NewBlock] = []
             with state.lock:
-                self._admit(offers, results, wave, deadline, _WAVE_BYTES, may_wait=True)
+                self._admit(blocks, offers, results, wave, deadline, _WAVE_BYTES, may_wait=True)
             if wave:
                 filled = False
                 try:
                     some = blocks
                     if len(wave) < len(blocks):
                         some = blocks[[offer.index for offer in wave]]
-                    slots = np.array([offer.slot for offer in wave])
-                    copy_in(some, slots + self._arena.address)
-                    self._head(wave)
+                    images = np.array([offer.slot for offer in wave]) + self._arena.address
+                    copy_in(some, images)
+                    write_heads(images, some, [offer.tokens for offer in wave])
                     filled = True
                 finally:
                     with state.lock:
                         self._seal(wave) if filled else self._abandon(wave)
-        self._count_others(results)
+        if results.count(PutResult.STORED) < len(results):
+            self._count_others(results)
         state.events.emit(Took("put", "", state.clock.now() - began_s))
         return results
 
-    def reserve(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
+    def reserve(
+        self, blocks: Array, offers: Sequence[NewBlock], timeout_s: float
+    ) -> list[PutResult]:
         """Reserve slots, which the caller fills and then passes to `finish` or `abandon`.
 
         Only waits for a slot for the first block: other waiting calls may need these slots.
         """
-        results = self.admit(offers, timeout_s)
+        results = self.admit(blocks, offers, timeout_s)
         left = [PutResult.THROTTLED] * (len(offers) - len(results))
         self._count_others(left)
         return results + left
 
-    def admit(self, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
+    def admit(self, blocks: Array, offers: Sequence[NewBlock], timeout_s: float) -> list[PutResult]:
         """`reserve` without results for the blocks that were not tried: those after the first
         without room.
         """
@@ -124,7 +126,7 @@ class Putter:
         wave: list[NewBlock] = []
         for part in _parts(offers):
             with state.lock:
-                self._admit(offers[: part.stop], results, wave, deadline, _NO_LIMIT)
+                self._admit(blocks, offers[: part.stop], results, wave, deadline, _NO_LIMIT)
             if len(results) < part.stop:
                 break
         self._count_others(results)
@@ -139,7 +141,14 @@ class Putter:
                 for offer in wave:
                     image = self._arena.image(offer.slot, offer.nbytes)
                     checksum_slot(image, offer.payload_bytes, offer.chunk_bytes)
-            self._head(wave)
+            rows = np.array([offer.row for offer in wave])
+            blocks = np.zeros(len(wave), BLOCK_DTYPE)
+            blocks["key"] = self._state.catalog.table.words(rows)
+            blocks["payload_bytes"] = [offer.payload_bytes for offer in wave]
+            blocks["chunk_bytes"] = [offer.chunk_bytes for offer in wave]
+            blocks["producer"] = [offer.producer for offer in wave]
+            images = np.array([offer.slot for offer in wave]) + self._arena.address
+            write_heads(images, blocks, [offer.tokens for offer in wave])
             sealed = True
         finally:
             for part in _parts(wave):
@@ -155,6 +164,7 @@ class Putter:
 
     def _admit(
         self,
+        blocks: Array,
         offers: Sequence[NewBlock],
         results: list[PutResult],
         wave: list[NewBlock],
@@ -169,29 +179,38 @@ class Putter:
         """
         state = self._state
         assert state.lock.held()
+        words = blocks["key"]
+        if len(offers) < len(blocks):
+            words = words[[offer.index for offer in offers]]
         total = sum([offer.nbytes for offer in wave])
-        dirty_room = self._dirty_room()
+        queue_room = state.writes.room_bytes()
         while len(results) < len(offers) and total < limit_bytes:
-            offer = offers[len(results)]
-            room = dirty_room - total if wave or state.writes.dirty_bytes else _NO_LIMIT
-            ahead = min(len(offers) - len(results), _PART) - 1
-            if not wave or wave[-1].key[16:24] != offer.key[8:16]:
-                self._hold_before(offer)
-            outcome = self._try(offer, room, ahead, may_wait=may_wait)
+            at = len(results)
+            most_bytes = min(limit_bytes, queue_room) - total
+            new = self._admit_new(words, offers, at, most_bytes, may_wait=may_wait)
+            if new:
+                results += [PutResult.STORED] * len(new)
+                wave += new
+                total += len(new) * new[0].nbytes
+                continue
+            offer, key = offers[at], BlockKey(words[at].tobytes())
+            room = queue_room - total if wave or state.writes.dirty_bytes else _NO_LIMIT
+            self._hold_before(offer, key)
+            outcome = self._try(offer, key, room, may_wait=may_wait)
             if outcome is PutResult.THROTTLED and offer.before != NONE:
                 self._let_go(offer)  # memory may be full of this prompt
-                outcome = self._try(offer, room, ahead, may_wait=may_wait)
+                outcome = self._try(offer, key, room, may_wait=may_wait)
             if outcome is PutResult.THROTTLED:
                 wait_s = deadline - state.clock.now()
                 if wave and wait_s > 0:
                     return
                 if wait_s > 0:
                     state.lock.room.wait(wait_s)
-                    dirty_room = self._dirty_room()
+                    queue_room = state.writes.room_bytes()
                     continue
                 at_once = deadline == _AT_ONCE and state.writes.written_through() is None
                 over = _NO_LIMIT if at_once else room
-                outcome = self._take_anyway(offer, room, over, ahead)
+                outcome = self._take_anyway(offer, key, room, over)
                 if wave and outcome is PutResult.THROTTLED:
                     return
             results.append(outcome)
@@ -201,12 +220,49 @@ class Putter:
             else:
                 self._let_go(offer)
 
-    def _hold_before(self, offer: NewBlock) -> None:
+    def _admit_new(
+        self, words: Keys, offers: Sequence[NewBlock], at: int, most_bytes: int, *, may_wait: bool
+    ) -> list[NewBlock]:
+        """Reserve slots for the offers from `at` on: those in a row that are unknown, of one size,
+        and have at most `most_bytes`. Returns those that have a slot.
+        """
+        catalog, nbytes = self._state.catalog, offers[at].nbytes
+        count = min(len(offers) - at, max(0, most_bytes) // nbytes)
+        words = words[at : at + count]
+        known = catalog.table.find_many(words) != NONE
+        if known.any():
+            words = words[: known.argmax()]
+        some = offers[at : at + len(words)]
+        same = [offer.payload_bytes == offers[at].payload_bytes for offer in some]
+        some = some[: same.index(False)] if False in same else some
+        if not some or len({*words[:, 2].tolist()}) < len(words):
+            return []
+        words = words[: len(some)]
+        starts = [0, *(1 + np.flatnonzero(words[1:, 1] != words[:-1, 2])).tolist()]
+        for index in starts:
+            if words[index, 1]:
+                self._hold_before(some[index], BlockKey(words[index].tobytes()))
+        rows = catalog.add_all(words, offers[at].payload_bytes)
+        slots = self._arena.allocate_all(nbytes, rows)
+        memory = self._state.memory_tiers[0]
+        if len(slots) < len(rows) or memory.spare_bytes:
+            slots += self.slots.allocate_more(nbytes, rows[len(slots) :], may_wait=may_wait)
+        for index in range(len(rows) - 1, len(slots) - 1, -1):
+            self._let_go(some[index])
+            catalog.forget_if_gone(rows[index])
+        some, rows = some[: len(slots)], rows[: len(slots)]
+        catalog.memory.reserve_all(rows, slots)
+        catalog.lease(rows)
+        for offer, row, slot in zip(some, rows, slots, strict=True):
+            offer.row, offer.slot = row, slot
+        return list(some)
+
+    def _hold_before(self, offer: NewBlock, key: BlockKey) -> None:
         """Lease the block before this one, which keeps all earlier blocks of
         the prompt in memory.
         """
         catalog = self._state.catalog
-        row = catalog.table.find_before(offer.key)
+        row = catalog.table.find_before(key)
         if row != NONE and catalog.memory.ready(row):
             offer.before = row
             catalog.lease([row])
@@ -218,26 +274,19 @@ class Putter:
             self._state.catalog.unlease([offer.before])
             offer.before = NONE
 
-    def _take_anyway(self, offer: NewBlock, room: int, over: int, ahead: int) -> PutResult:
+    def _take_anyway(self, offer: NewBlock, key: BlockKey, room: int, over: int) -> PutResult:
         """Accept a block after the deadline if it has at most `over` bytes; above `room` its write
         is deferred, and it may be evicted unwritten.
         """
-        outcome = self._try(offer, over, ahead, may_wait=False)
+        outcome = self._try(offer, key, over, may_wait=False)
         late = offer.nbytes > room
         offer.deferred = late and outcome is PutResult.STORED
         return outcome
 
-    def _dirty_room(self) -> int:
-        """The bytes that may still be queued for writing."""
-        writes = self._state.writes
-        return writes.dirty_limit_bytes - writes.dirty_bytes if writes.writes_back else _NO_LIMIT
-
-    def _try(self, offer: NewBlock, dirty_room: int, ahead: int, *, may_wait: bool) -> PutResult:
-        """Reserve a slot. `ahead` more blocks follow. THROTTLED: try again later. REFUSED: the
-        block can never fit.
-        """
+    def _try(self, offer: NewBlock, key: BlockKey, dirty_room: int, *, may_wait: bool) -> PutResult:
+        """Reserve a slot. THROTTLED: try again later. REFUSED: the block can never fit."""
         state, catalog = self._state, self._state.catalog
-        row, below = catalog.row(offer.key), False
+        row, below = catalog.row(key), False
         if row != NONE:
             if catalog.memory.absent(row):
                 state.drop_unreadable(row)
@@ -250,16 +299,13 @@ class Putter:
             return PutResult.REFUSED
         slot = None
         if below or nbytes <= dirty_room:
-            slot = self.slots.allocate(nbytes, NONE, ahead=ahead, may_wait=may_wait)
+            slot = self.slots.allocate(nbytes, NONE, may_wait=may_wait)
         if slot is None and below:
             catalog.use([row])
             return PutResult.PRESENT
         if slot is None:
             return PutResult.THROTTLED
-        if row == NONE:
-            row = catalog.add(offer.key, offer.payload_bytes)
-        else:  # the row may have been freed by the eviction
-            row = catalog.ensure(offer.key, offer.payload_bytes)
+        row = catalog.ensure(key, offer.payload_bytes)  # the eviction may have freed the row
         self._arena.set_owner(slot, row)
         catalog.memory.reserve(row, slot)
         catalog.lease([row])
@@ -272,47 +318,36 @@ class Putter:
         here = any(not memory.copies.absent(row) for memory in state.memory_tiers)
         return not here and bool(state.catalog.residency.view[row])
 
-    def _head(self, wave: list[NewBlock]) -> None:
-        """Write the head of each record, and zeros after its payload."""
-        for offer in wave:
-            nbytes = offer.nbytes
-            image = self._arena.image(offer.slot, nbytes)
-            sizes = (offer.payload_bytes, offer.chunk_bytes)
-            write_head(image, Kind.BLOCK, offer.key, *sizes, offer.tokens, offer.producer)
-            end = HEAD_BYTES + offer.payload_bytes
-            if end != nbytes:
-                image[end:] = _ZEROS[: nbytes - end]
-
     def _seal(self, wave: list[NewBlock]) -> None:
         """Make blocks visible and queue new ones for write-back. With the lock."""
         assert self._state.lock.held()
         state, catalog = self._state, self._state.catalog
         rows = [offer.row for offer in wave]
-        below = {row for row in rows if catalog.residency.view[row]}
+        below = catalog.residency.array[rows] != 0
         stamp = state.stamps.next()  # with the lock held: orders it with removals
-        for offer in wave:
-            set_stamp(self._arena.image(offer.slot, HEAD_BYTES), stamp)
-            catalog.memory.seal(offer.row)
-            catalog.leaves.enter(offer.row, offer.nbytes)
+        set_stamps(np.array([offer.slot for offer in wave]) + self._arena.address, stamp)
+        catalog.enter_memory(rows, [offer.nbytes for offer in wave])
         new = rows
-        if below:
-            self._seal_returned([row for row in rows if row in below], wave[-1].key[-1])
-            new = [row for row in rows if row not in below]
+        if below.any():
+            self._seal_returned(np.array(rows)[below].tolist())
+            new = np.array(rows)[~below].tolist()
         deferred = {offer.row for offer in wave if offer.deferred}
         state.writes.add_new([row for row in new if row not in deferred] if deferred else new)
         if deferred:
             state.writes.add_new([row for row in new if row in deferred], later=True)
         catalog.use(new, hit=False)
         state.unlease(_leased(wave))
-        state.events.count("put_stored", len(wave))
-        state.events.count("put_bytes", sum([offer.payload_bytes for offer in wave]))
+        state.events.emit(Counted("put_stored", len(wave)))
+        put_bytes = sum([offer.payload_bytes for offer in wave])
+        state.events.emit(Counted("put_bytes", put_bytes))
         if state.writes.dirty_bytes:
             state.lock.work.notify_all()
 
-    def _seal_returned(self, rows: list[int], sample: int) -> None:
+    def _seal_returned(self, rows: list[int]) -> None:
         """Handle blocks that a lower tier has: they count as used, and may be promoted."""
         state = self._state
         state.catalog.use(rows)
+        sample = state.catalog.table.key(rows[-1])[-1]
         for row in rows:
             source = state.source(row)
             if source is not None and state.writes.promotes_from(source):
