@@ -340,7 +340,7 @@ class Putter:
         state.events.emit(Counted("put_stored", len(wave)))
         put_bytes = sum([offer.payload_bytes for offer in wave])
         state.events.emit(Counted("put_bytes", put_bytes))
-        if state.writes.dirty_bytes:
+        if new and state.lower_tiers:
             state.lock.work.notify_all()
 
     def _seal_returned(self, rows: list[int]) -> None:

@@ -5,6 +5,7 @@ stays in memory until it is evicted, and on the drives of other tiers. It is rep
 `flush`. A failed disk reduces the capacity, but never blocks calls.
 """
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -325,7 +326,8 @@ class WriteBack:
         if len(lower.volumes.entries) > 1 and not lower.volumes.contiguous_bytes:
             budget = min(budget, self._part_bytes(volume))
         budget = min(budget, most)
-        others = len(state.lower_tiers) > 1
+        others, states = len(state.lower_tiers) > 1, lower.copies.state.view
+        deleted = set(catalog.deleted(list(itertools.islice(lower.queue.dirty, _BLOCKS_MAX))))
         rows: list[int] = []
         passed_over: list[int] = []
         for _ in range(min(len(lower.queue.dirty), _BLOCKS_MAX)):
@@ -334,7 +336,7 @@ class WriteBack:
             if rows and nbytes > budget:
                 break
             lower.queue.dirty.popleft()
-            if catalog.is_deleted(row) or not lower.copies.absent(row):
+            if row in deleted or states[row] != CopyState.ABSENT:
                 state.writes.mark_clean([row], lower)
                 state.lock.written.notify_all()
             elif others and self._mover.is_appended_elsewhere(row, lower):

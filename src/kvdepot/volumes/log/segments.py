@@ -13,7 +13,7 @@ import errno
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -70,6 +70,22 @@ class SegmentWrites:
     offsets: Ints
 
 
+class SegmentUsage(NamedTuple):
+    """The use of the segments of a volume at one moment."""
+
+    slots: int
+    """Slots that exist, used or not."""
+    spare: int
+    """See `SegmentSet.spare_slots`."""
+    surplus: int
+    room_bytes: int
+    """The largest record for which there is room without releasing a segment."""
+    oldest: int
+    """The lowest id of a segment that is in use or may still be on disk; 0: there is none."""
+    writes: int
+    """Running writes."""
+
+
 class SegmentSet:
     """The segments of one volume."""
 
@@ -106,12 +122,6 @@ class SegmentSet:
     def record_bytes_max(self) -> int:
         return self.settings.segment_bytes - PAGE - footer_bytes(1)
 
-    def oldest(self) -> int:
-        """The lowest id of a segment that is in use or may still be on disk; 0: there is none."""
-        with self.state_lock:
-            ids = [segment.segment_id for segment in self.by_slot.values()]
-            return min([*ids, *self.releasing.values()], default=0)
-
     def slot_count(self) -> int:
         """Number of slots that exist, used or not."""
         return len(self.by_slot) + len(self.free) + len(self.releasing)
@@ -127,16 +137,22 @@ class SegmentSet:
         with self.state_lock:
             return max(0, self.slot_count() - self.slots_max)
 
-    def room_bytes(self) -> int:
-        """The largest record for which there is room without releasing a segment."""
+    def usage(self) -> SegmentUsage:
+        """Return the present use of the segments."""
         with self.state_lock:
-            spare, kept_back = self.spare_slots(), self._kept_back(Purpose.BLOCK)
+            used, spare = list(self.by_slot.values()), self.spare_slots()
+            slots = len(used) + len(self.free) + len(self.releasing)
+            kept_back, room = 1 if len(used) + spare > 2 else 0, 0
             if spare > kept_back:
-                return self.record_bytes_max
-            if spare < kept_back or self.active is None:
-                return 0
-            end = self.settings.segment_bytes - footer_bytes(self.active.count + 1)
-            return max(0, end - self.active.tail)
+                room = self.record_bytes_max
+            elif spare == kept_back and self.active is not None:
+                end = self.settings.segment_bytes - footer_bytes(self.active.count + 1)
+                room = max(0, end - self.active.tail)
+            ids = [*[segment.segment_id for segment in used], *self.releasing.values()]
+            return SegmentUsage(
+                slots, spare, max(0, slots - self.slots_max), room, min(ids, default=0),
+                sum([segment.writes for segment in used]),
+            )  # fmt: skip
 
     def has_room(self, segment: Segment, nbytes: int) -> bool:
         end = self.settings.segment_bytes - footer_bytes(segment.count + 1)

@@ -107,7 +107,7 @@ class LogVolume:
         usable = state.ok and self._appender.may_write and not health.lost
         asked_lately = full and health.room.health().retry_in_s > 0
         segment_bytes = settings.segment_bytes
-        profile = meter.profile
+        profile, usage = meter.profile, segments.usage()
         return VolumeFacts(
             label=self._medium.label,
             up=state.ok,
@@ -121,21 +121,21 @@ class LogVolume:
             retry_in_s=state.retry_in_s,
             capacity_bytes=segments.slots_max * segment_bytes,
             used_bytes=segments.live_bytes,
-            held_bytes=segments.slot_count() * segment_bytes,
+            held_bytes=usage.slots * segment_bytes,
             segment_bytes=segment_bytes,
             segments_max=segments.slots_max,
-            spare_segments=segments.spare_slots(),
-            surplus_segments=segments.surplus(),
-            room_bytes=segments.room_bytes(),
+            spare_segments=usage.spare,
+            surplus_segments=usage.surplus,
+            room_bytes=usage.room_bytes,
             record_bytes_max=segments.record_bytes_max,
-            writes=sum(segment.writes for segment in list(segments.by_slot.values())),
+            writes=usage.writes,
             read_bytes_per_s=profile.read_bytes_per_s if profile and profile.direct_io else 0.0,
             queued_bytes=meter.queued_bytes,
             contiguous_bytes=settings.contiguous_bytes,
             writers=1 if settings.contiguous_bytes else 2,
             is_durable=settings.writable and settings.fsync != "never",
             identity=segments.header.store,
-            oldest_segment=segments.oldest(),
+            oldest_segment=usage.oldest,
             budget=WriteBudget(int(wear.bucket_bytes), int(wear.level_bytes))
             if wear.limited
             else None,
