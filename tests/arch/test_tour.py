@@ -27,8 +27,8 @@ COUNTS = re.compile(
     re.MULTILINE,
 )
 OVER_GOAL = {
-    "Put to disk": Goal(13, 25, 159),
-    "Put to disk, through the daemon": Goal(20),
+    "Put to disk": Goal(12, 22, 112),
+    "Put to disk, through the daemon": Goal(19),
     "Hit in memory, through the daemon": Goal(11, 18),
 }
 """Walks that enter more than their goal today. Numbers may only fall; nothing is added. Functions
