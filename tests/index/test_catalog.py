@@ -139,7 +139,7 @@ class TestRemoval:
         row = in_memory(catalog, key(1))
         assert catalog.mark_deleted(row)
         assert catalog.mark_deleted(row)
-        assert catalog.row(key(1)) == NONE
+        assert catalog.table.find(key(1)) == NONE
 
 
 def test_a_drive_that_comes_back_does_not_let_heads_go_before_tails() -> None:

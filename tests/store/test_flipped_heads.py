@@ -33,7 +33,7 @@ def store() -> Iterator[Store]:
 
 def head_of(store: Store, key: BlockKey) -> memoryview:
     seen = store.inspect()
-    return seen.memory(0).image(seen.catalog.row(key))
+    return seen.memory(0).image(seen.catalog.table.find(key))
 
 
 def test_the_highest_bit_of_the_chunk_size(store: Store) -> None:

@@ -57,7 +57,7 @@ def damage(store: Store, key: BlockKey, *, at: int = 4096 + 100, tier: int = 1) 
     """Flip a bit of a block's record in one memory."""
     pool = store.inspect().memory(tier)
     with store.inspect().state.lock:
-        image = pool.image(store.inspect().catalog.row(key))
+        image = pool.image(store.inspect().catalog.table.find(key))
         image[at] ^= 1
 
 

@@ -164,10 +164,6 @@ class Catalog:
     def files(self) -> tuple[Copies, ...]:
         return self.tiers[len(self.orders) :]
 
-    def row(self, key: BlockKey) -> int:
-        """The key's row, or NONE."""
-        return self.table.find(key)
-
     def rows(self, keys: Sequence[BlockKey]) -> list[int]:
         """The keys' rows, NONE for unknown keys."""
         if len(keys) < FEW:
@@ -307,9 +303,6 @@ class Catalog:
         """Those of the rows that were deleted."""
         doomed = self._doomed.view
         return [row for row in rows if doomed[row]]
-
-    def is_deleted(self, row: int) -> bool:
-        return bool(self._doomed[row])
 
     def forget_if_gone(self, row: int) -> None:
         """Free the row if no tier has or awaits a copy and it is not leased."""

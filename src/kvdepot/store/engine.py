@@ -370,7 +370,7 @@ class Engine:
             below = state.stamps.next()
             state.volumes.metadata.announce([Tombstone(name, below, below) for name in names])
             state.lock.written.wait_for(
-                lambda: not state.writes.are_moving(filter(state.catalog.is_deleted, rows)), limit_s
+                lambda: not state.writes.are_moving(state.catalog.deleted(rows)), limit_s
             )
             recorded = state.stamps.next()
         if names:

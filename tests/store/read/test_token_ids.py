@@ -85,7 +85,7 @@ def test_a_damaged_head_gives_none(tmp_path: Path) -> None:
         keys, ids = put_with(store, 7)
         inside = store.inspect()
         with inside.state.lock:
-            image = inside.memory().image(inside.catalog.row(keys[0]))
+            image = inside.memory().image(inside.catalog.table.find(keys[0]))
             image[TABLE_OFFSET + 8 * LAYOUT.layers + 1] ^= 1
         assert store.routing.token_ids(keys) == [[], *ids[1:]]
 

@@ -82,7 +82,7 @@ class TimedOutIo:
         """
         assert self._state.lock.held()
         state, catalog = self._state, self._state.catalog
-        row = catalog.row(read.key)
+        row = catalog.table.find(read.key)
         if row == NONE or not catalog.is_live(row) or not catalog.memory.absent(row):
             return False
         state.arena.set_owner(read.slot, row)

@@ -214,7 +214,7 @@ def _chain(catalog: Catalog, tag: bytes, anchors: Iterable[Any]) -> bytes:
         key = tag + bytes.fromhex(text)
         if len(key) != KEY_BYTES:
             raise ValueError("a key of another length")
-        row, rows = catalog.row(BlockKey(key)), list[int]()
+        row, rows = catalog.table.find(BlockKey(key)), list[int]()
         while row != NONE and len(rows) <= int(place):
             rows.append(row)
             row = catalog.tree.parent[row]

@@ -286,7 +286,7 @@ class Putter:
     def _try(self, offer: NewBlock, key: BlockKey, dirty_room: int, *, may_wait: bool) -> PutResult:
         """Reserve a slot. THROTTLED: try again later. REFUSED: the block can never fit."""
         state, catalog = self._state, self._state.catalog
-        row, below = catalog.row(key), False
+        row, below = catalog.table.find(key), False
         if row != NONE:
             if catalog.memory.absent(row):
                 state.drop_unreadable(row)
