@@ -26,7 +26,7 @@ class PrefillReporter:
     Must be used by one thread at a time.
     """
 
-    def __init__(self, store: Callable[[], Depot], warn: Warn) -> None:
+    def __init__(self, store: Depot, warn: Warn) -> None:
         self._store = store
         self._warn = warn
         self._thread: threading.Thread | None = None
@@ -44,7 +44,7 @@ class PrefillReporter:
         def send() -> None:
             try:
                 for tag in tags:
-                    self._store().admin.report_prefill_speed(tag.hex(), token_s, pair_s)
+                    self._store.admin.report_prefill_speed(tag.hex(), token_s, pair_s)
             except KVDepotError as error:
                 self._not_before_s = time.monotonic() + _REFUSED_PAUSE_S
                 self._warn("the depot does not take the prefill speed", error)
@@ -72,7 +72,7 @@ class PrefillReport:
         self._lock = threading.Lock()
         self._next_report_s = -inf
         self.model = PrefillModel()
-        self.reporter = PrefillReporter(lambda: store, self._warn)
+        self.reporter = PrefillReporter(store, self._warn)
 
     def observe(self, new_tokens: int, attention: float, seconds: float) -> None:
         """Learn from a step, as `PrefillModel.observe` does. Every 10 seconds report the speed."""

@@ -39,7 +39,7 @@ class QueueHints:
     def __init__(self, store: Depot, hint_s: float) -> None:
         self._store = store
         self._hint_s = hint_s
-        self.prefill = PrefillReporter(lambda: store, warn)
+        self.prefill = PrefillReporter(store, warn)
         self._waiting: dict[str, TrackedRequest] = {}
         """New requests that have not begun, in the order in which they came."""
         self._hints: dict[str, list[PrefetchHint]] = {}
