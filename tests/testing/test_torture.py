@@ -42,7 +42,7 @@ from kvdepot.testing.torture.rounds import (
     play,
     torture,
 )
-from kvdepot.testing.torture.workload import StoreSession, Trust
+from kvdepot.testing.torture.workload import StoreSession
 from kvdepot.testing.torture.world import SEGMENT_BYTES, TierMix, World, prompts
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
@@ -152,7 +152,7 @@ def test_what_does_not_end_leaves_its_stacks(
     ledger, go = Ledger(), threading.Event()
     with world.open() as store:
         monkeypatch.setattr(store.volumes, "resize", lambda *_: go.wait())
-        session = StoreSession(world, store, ledger, random.Random(1), Trust())
+        session = StoreSession(world, store, ledger, random.Random(1))
         session.drives.resize(random.Random(1))
         session.drives.wait()
         go.set()
@@ -169,7 +169,7 @@ def test_a_removal_that_no_drive_wrote_down_is_not_promised(tmp_path: Path) -> N
     world.make_folders()
     ledger, files = Ledger(), FaultyFiles("python")
     with world.open(files) as store:
-        session = StoreSession(world, store, ledger, random.Random(1), Trust())
+        session = StoreSession(world, store, ledger, random.Random(1))
         session.remove()
         files.add(Fault(BOUNDARIES, Fail(errno.EIO), times=None))
         session.remove()
@@ -192,7 +192,7 @@ def test_room_is_left_for_a_segment_that_is_begun_after_the_last_words(tmp_path:
     def live() -> None:
         end = RecordedKill(ledger, 0)
         store = end.store = world.open()
-        session = StoreSession(world, store, ledger, random.Random(1), Trust())
+        session = StoreSession(world, store, ledger, random.Random(1))
         volume = store.inspect().log_volume()
         for blocks in prompts():
             if len(volume.segments().segments) < 3:

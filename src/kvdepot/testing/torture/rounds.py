@@ -41,7 +41,7 @@ from kvdepot.testing.torture.judge import judge_files, judge_leaks, judge_store,
 from kvdepot.testing.torture.ledger import Ledger
 from kvdepot.testing.torture.nodes import play_nodes
 from kvdepot.testing.torture.seaweedfs import play_seaweedfs
-from kvdepot.testing.torture.workload import StoreSession, Trust, descriptors, threads
+from kvdepot.testing.torture.workload import StoreSession, descriptors, threads
 from kvdepot.testing.torture.world import (
     TierMix,
     World,
@@ -374,7 +374,7 @@ def _live(world: World, ledger: Ledger, seed: int, *, last: bool) -> None:
         killer = threading.Timer(chance.uniform(0.0, 0.15), end.kill)
         killer.daemon = True
         killer.start()
-    work = StoreSession(world, store, ledger, chance, Trust())
+    work = StoreSession(world, store, ledger, chance)
     work.run(chance.randint(4, 24))
     if chance.random() < 0.3:
         work.close()
@@ -384,7 +384,7 @@ def _live(world: World, ledger: Ledger, seed: int, *, last: bool) -> None:
         world.have_room_for_all()
         ledger.write("open")
         store = end.store = world.open()
-        StoreSession(world, store, ledger, chance, Trust()).run(chance.randint(1, 6))
+        StoreSession(world, store, ledger, chance).run(chance.randint(1, 6))
     end.kill()
 
 
@@ -449,7 +449,7 @@ def _live_until_cut(world: World, ledger: Ledger, chance: random.Random) -> None
             judge_files(world, ledger)
     if not files.cut_at:
         files.cut_at = files.writes + chance.randint(1, chance.choice((5, 50, 300)))
-    work = StoreSession(world, store, ledger, chance, Trust(files))
+    work = StoreSession(world, store, ledger, chance, lambda: not files.off)
     work.run(chance.randint(4, 24), stop=lambda: files.off)
     if not files.off and chance.random() < 0.1:
         work.close()
@@ -461,7 +461,7 @@ def _suffer(world: World, ledger: Ledger, chance: random.Random) -> None:
     """Damage copies of a closed store in many ways, and check each."""
     for name in ("older", "sound"):
         store = world.open()
-        work = StoreSession(world, store, ledger, _branch(chance), Trust())
+        work = StoreSession(world, store, ledger, _branch(chance))
         work.run(chance.randint(10, 30))
         work.close()
         shutil.copytree(world.folder, world.folder.with_name(name))
@@ -514,7 +514,7 @@ def _look_at_damage(world: World, ledger: Ledger, chance: random.Random) -> None
     _, wrong = read_blocks(store, all_blocks())
     for block in wrong:
         ledger.fault("wrong", f"block {block.number} has wrong bytes")
-    work = StoreSession(world, store, ledger, chance, Trust())
+    work = StoreSession(world, store, ledger, chance)
     if chance.random() < 0.2:
         work.run(3)
     store.admin.check(deep=chance.random() < 0.2)

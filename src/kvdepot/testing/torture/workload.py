@@ -14,7 +14,6 @@ from kvdepot.depot import Depot
 from kvdepot.errors import ConfigError, StoreClosedError
 from kvdepot.store.store import Store
 from kvdepot.store.volume_set import VolumeSet
-from kvdepot.testing.power import PowerFiles
 from kvdepot.testing.torture.ledger import Ledger
 from kvdepot.testing.torture.world import (
     LIMIT_S,
@@ -36,6 +35,8 @@ FLUSH_S: Final = 5.0
 CLOSE_S: Final = 30.0
 PIN_S: Final = 30.0
 Answer = TypeVar("Answer")
+Trusted = Callable[[], bool]
+"""False if results prove nothing about the disk any more, because the power was cut."""
 
 
 def descriptors() -> int:
@@ -100,13 +101,13 @@ class StoreCalls:
 class DriveChanges:
     """Changes of the SSDs of an open store, made concurrently with its calls, one at a time."""
 
-    def __init__(self, world: World, calls: StoreCalls, ledger: Ledger, trust: "Trust") -> None:
+    def __init__(self, world: World, calls: StoreCalls, ledger: Ledger, trusted: Trusted) -> None:
         self.was_away = bool(world.away())
         """True if a drive was absent at any time since the store was opened."""
         self._world = world
         self._calls = calls
         self._ledger = ledger
-        self._trust = trust
+        self._trusted = trusted
         self._change: threading.Thread | None = None
 
     def drain_or_add(self, chance: random.Random) -> None:
@@ -150,7 +151,7 @@ class DriveChanges:
         self._record(shrunk=True)
         path = world.ssd_path(number)
         self._calls.timed("drain", 4 * LIMIT_S, lambda: volumes.drain("ssd", path))
-        if self._trust.holds():
+        if self._trusted():
             world.ssds = [one for one in world.ssds if one != number]
             self._record()
 
@@ -180,7 +181,7 @@ class DriveChanges:
             except (ConfigError, StoreClosedError) as error:
                 self._ledger.write("refused", text=str(error))
             except OSError as error:
-                if self._trust.holds():
+                if self._trusted():
                     raise
                 self._ledger.write("refused", text=str(error))
 
@@ -196,15 +197,20 @@ class StoreSession:
     """All calls to an open store with drives, until it is closed or its power is cut."""
 
     def __init__(
-        self, world: World, store: Store, ledger: Ledger, chance: random.Random, trust: "Trust"
+        self,
+        world: World,
+        store: Store,
+        ledger: Ledger,
+        chance: random.Random,
+        trusted: Trusted = lambda: True,
     ) -> None:
         self.world = world
         self.store = store
         self.calls = StoreCalls(store, ledger, chance)
-        self.drives = DriveChanges(world, self.calls, ledger, trust)
+        self.drives = DriveChanges(world, self.calls, ledger, trusted)
         self._ledger = ledger
         self._chance = chance
-        self._trust = trust
+        self._trusted = trusted
         self._unflushed: set[int] = set()
         self._removed: set[int] = set()
         """Blocks removed since the last flush."""
@@ -285,7 +291,7 @@ class StoreSession:
         receipt = self.calls.timed(
             "pin", limit_s, lambda: self.store.sessions.pin(name, for_s=86400)
         )
-        if receipt and self._trust.holds():
+        if receipt and self._trusted():
             self._ledger.write("pinned", numbers, session=name)
 
     def unpin(self) -> None:
@@ -324,7 +330,7 @@ class StoreSession:
         self._ledger.write("removing", numbers)
         self.calls.timed("remove", 4 * LIMIT_S, work)
         owing = _owing(self.store.inspect().volumes)
-        if not self._trust.holds():
+        if not self._trusted():
             return
         if owing == "all":  # counted as `removal_unrecorded`: the blocks may come back
             self._ledger.write("unrecorded", numbers)
@@ -336,20 +342,10 @@ class StoreSession:
 
     def _covered(self, blocks: set[int]) -> None:
         """Record that a flush was complete: these blocks and all removals are on drives."""
-        if self._trust.holds():
+        if self._trusted():
             self._ledger.write("flushed", blocks, removed=sorted(self._removed))
             self._unflushed -= blocks
             self._removed.clear()
-
-
-class Trust:
-    """Validity of results: they prove nothing about the disk after the power was cut."""
-
-    def __init__(self, files: PowerFiles | None = None) -> None:
-        self._files = files
-
-    def holds(self) -> bool:
-        return self._files is None or not self._files.off
 
 
 def _owing(volumes: VolumeSet) -> Literal["none", "some", "all"]:
