@@ -304,7 +304,8 @@ def place_records(images: npt.NDArray[np.int64], segment_id: int) -> None:
     words[heads + _SEGMENT_AT // 8] = segment_id
     sums = np.zeros(len(images), TRANSFER_DTYPE)
     sums["source"], sums["table"], sums["mode"] = images + 8, images, FILL
-    sums["nbytes"] = sums["chunk_bytes"] = (words[heads + 8] & 0xFFFFFFFF) - 8
+    used = (words[heads + 8] & 0xFFFFFFFF).astype(np.int64)  # a damaged head may name any number
+    sums["nbytes"], sums["chunk_bytes"] = np.clip(used, 8, HEAD_BYTES) - 8, HEAD_BYTES
     transfer(sums)
 
 
