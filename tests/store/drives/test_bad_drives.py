@@ -74,11 +74,18 @@ def an_endless_device(path: Path) -> None:
 
 KINDS: dict[str, Harm] = {"folder": Path.mkdir, "fifo": os.mkfifo, "endless": an_endless_device}
 FILES = ["segment-000000.kvs", "superblock", "lock"]
+EACH_ONCE = list(zip(FILES, KINDS, strict=True))
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("kind", KINDS)
 class TestSomethingElseInPlaceOfAFile:
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            pytest.param(name, kind, marks=() if (name, kind) in EACH_ONCE else pytest.mark.slow)
+            for name in FILES
+            for kind in KINDS
+        ],
+    )
     def test_the_store_opens_with_the_other_drive(
         self, tmp_path: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -97,6 +104,8 @@ class TestSomethingElseInPlaceOfAFile:
             assert hits(store, chains) == 60
             assert store.admin.check().ok
 
+    @pytest.mark.parametrize("name", FILES)
+    @pytest.mark.parametrize("kind", KINDS)
     def test_a_store_without_any_other_drive_says_why(
         self, tmp_path: Path, name: str, kind: str
     ) -> None:

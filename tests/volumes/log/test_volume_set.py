@@ -144,8 +144,18 @@ def then_reused(folder: Path) -> None:
         fill(store, 200, 60)
 
 
-@pytest.mark.parametrize("then", [then_left_out, then_drained, then_reused])
-@pytest.mark.parametrize("away", [pulled, not_there, left_out, down])
+@pytest.mark.parametrize(
+    ("away", "then"),
+    [
+        *((away, then_left_out) for away in (pulled, not_there, left_out, down)),
+        *((pulled, then) for then in (then_drained, then_reused)),
+        *(
+            pytest.param(away, then, marks=pytest.mark.slow)
+            for away in (not_there, left_out, down)
+            for then in (then_drained, then_reused)
+        ),
+    ],
+)
 def test_no_removed_block_is_back(
     tmp_path: Path, away: Callable[[Path], list[BlockKey]], then: Callable[[Path], None]
 ) -> None:
