@@ -235,13 +235,6 @@ class Engine:
         state.events.emit(LookedUp(state.clock.now(), keys, found, is_lease=True))
         return BlockLease(state, rows, keys[: len(rows)])
 
-    def touch(self, caller: Caller, keys: Keys) -> int:
-        """Count the longest resident prefix as used. Returns its length."""
-        with self.state.lock:
-            rows = self._resident(keys).tolist()
-            self.state.catalog.use(rows)
-        return len(rows)
-
     def read(
         self,
         caller: Caller,

@@ -15,7 +15,6 @@ class VolumeEntry:
     path: str
     open: OpenVolume
     volume: Volume
-    writable: bool = True
     error: KVDepotError | None = None
     """The error that prevented opening it; None if it is open."""
     is_remote: bool = False
