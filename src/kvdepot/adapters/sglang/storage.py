@@ -130,12 +130,19 @@ class KVDepotStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(pages[-1] if pages else 0, hits, pages)
 
     def clear(self) -> bool:
-        """Remove the pages of this model, of all pools."""
-        for name in self._pools:
-            pages = self._ready(name)
-            if pages is not None:
-                self._depot.remove(namespace=pages.space)
-        return True
+        """Remove the pages of this model, of all pools, for every engine that shares the depot.
+        False: pages may be left, because the depot does not answer or the weights are not known.
+        """
+        ready = [self._ready(name) for name in self._pools]
+        try:
+            for pages in ready:
+                if pages is not None:
+                    self._depot.remove(namespace=pages.space)
+            self._depot.audits.list()  # a daemon that is away removes nothing, without an error
+        except KVDepotError as error:
+            LOG.warning("kvdepot: pages could not be removed: %s", str(error))
+            return False
+        return None not in ready
 
     def close(self) -> None:
         """Write waiting blocks, and release SGLang's memory. May be called again."""
