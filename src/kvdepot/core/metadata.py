@@ -54,9 +54,13 @@ class MetaKind(IntEnum):
     """The volume was opened for writing at this stamp, no value [empty]."""
     OWED = 13
     """Blocks with this stamp or a later one may be missing on a tier, u64 [its name]."""
+    RELEASED = 14
+    """Segments with a lower id do not count in a slot, u64 [number of the slot, u32]."""
 
 
-OWN_KINDS: Final = frozenset({MetaKind.PROFILE, MetaKind.SLOTS, MetaKind.BUDGET, MetaKind.OPENED})
+OWN_KINDS: Final = frozenset(
+    {MetaKind.PROFILE, MetaKind.SLOTS, MetaKind.BUDGET, MetaKind.OPENED, MetaKind.RELEASED}
+)
 """Kinds that concern one volume and are not copied to others."""
 
 

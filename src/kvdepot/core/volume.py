@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.core.clock import Clock, StampClock
+from kvdepot.core.keys import Keys
 from kvdepot.core.metadata import MetaEntry
 
 TIER_NAMES: Final = ("dram", "ssd", "hdd", "cxl", "plugin", "object")
@@ -32,6 +33,7 @@ VOLUME_SHIFT: Final = 48
 NO_PLACE: Final = -1
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
+Bools = npt.NDArray[np.bool_]
 
 
 def pack_place(segment: int, page: int) -> int:
@@ -179,6 +181,9 @@ class VolumeFacts:
     """Identifies the volume on every machine; empty if unknown."""
     oldest_segment: int = 0
     """The lowest id of the segments that may be on the medium; 0: there is none."""
+    may_hold: Callable[[Keys], Bools] | None = None
+    """Returns True for keys of which a record may be on the medium, also one that is not in use or
+    that damage has hidden: removals of other keys are not written to any volume. None: all keys."""
     budget: WriteBudget | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
     """Further values for `stats`, if `details` was set."""
@@ -195,7 +200,7 @@ class SegmentTable:
     live_count: Ints
     """Records that were appended or recovered, and not discarded."""
     live_bytes: Ints
-    sealed: npt.NDArray[np.bool_]
+    sealed: Bools
     """True if no more records are appended and all writes have ended."""
 
 

@@ -8,6 +8,7 @@ those that the caller has registered; the engine does not take them from a reque
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -329,13 +330,14 @@ class Engine:
         """Delete blocks from all tiers, durably: those with these keys, or all of a namespace.
 
         Waits for blocks that are being written. Returns the number of blocks that were stored. A
-        namespace with more removed keys than the volumes can record is removed as a whole: its
-        blocks from before this call.
+        key that no volume can have is not recorded. A namespace with more removed keys than the
+        volumes can record is removed as a whole: its blocks from before this call.
         """
         self.state.check_open()
         if keys is None:
             return self._remove_namespace(tag)
-        removed = self._remove([*dict.fromkeys(as_keys(keys))], self._live_rows)
+        absent = self._absent(keys)
+        removed = self._remove([*dict.fromkeys(as_keys(keys))], self._live_rows, without=absent)
         for crowded in self.state.volumes.metadata.crowded():
             blocks = self._remove_namespace(crowded)
             _log.warning(
@@ -351,13 +353,33 @@ class Engine:
         self.state.descriptions.removed(tag)
         return removed
 
-    def _remove(self, names: list[bytes], rows_of: Callable[[list[bytes]], list[int]]) -> int:
-        """Delete the rows of keys or of a namespace, and record tombstones for these names."""
+    def _absent(self, keys: Keys) -> set[bytes]:
+        """The keys that are neither in the index nor on a volume.
+
+        Looks into the index first: a block that leaves it meanwhile is still on a volume.
+        """
+        with self.state.lock:
+            missing = keys[self.state.catalog.table.find_many(keys) == NONE]
+        return set(as_keys(missing[~self.state.volumes.metadata.may_hold(missing)]))
+
+    def _remove(
+        self,
+        names: list[bytes],
+        rows_of: Callable[[list[bytes]], list[int]],
+        *,
+        without: AbstractSet[bytes] = frozenset(),
+    ) -> int:
+        """Delete the rows of keys or of a namespace, and record tombstones for these names, for
+        those in `without` only if they have come since.
+        """
         state = self.state
         tiers = [lower for lower in state.lower_tiers if lower.writable]
         limit_s = max((lower.config.write_timeout for lower in tiers), default=0.0)
         with state.lock:
             rows = rows_of(names)
+            if without:
+                come = {state.catalog.table.key(row) for row in rows}
+                names = [name for name in names if name not in without or name in come]
             state.mark_deleted(rows)
             state.events.count("removed", len(rows))
             below = state.stamps.next()

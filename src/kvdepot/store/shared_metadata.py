@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from kvdepot.core.block import TAG_BYTES
 from kvdepot.core.clock import StampClock
+from kvdepot.core.keys import Keys
 from kvdepot.core.metadata import (
     OWN_KINDS,
     TOMBSTONE_AGE_US,
@@ -21,7 +24,7 @@ from kvdepot.core.metadata import (
     Tombstone,
     floor_entry,
 )
-from kvdepot.core.volume import Contents
+from kvdepot.core.volume import Bools, Contents
 from kvdepot.store.volume_entry import VolumeEntry
 
 SYNC_S: Final = 10.0
@@ -163,6 +166,21 @@ class SharedMetadata:
         """Called after a release: drops unneeded tombstones if there are many."""
         if len(self._known.tombstones) >= _TOMBSTONES_MANY:
             self.raise_floor()
+
+    def may_hold(self, keys: Keys) -> Bools:
+        """True for keys of which a volume may have a record, also one that is away or that another
+        node writes to. A removal of the others need not be recorded.
+        """
+        used = [entry for entry in self._entries() if not entry.retired]
+        local, found = self.local(), np.zeros(len(keys), bool)
+        if used and (len(local) < len(used) or self._are_missing(local)):
+            return ~found
+        for entry in local:
+            may_hold = entry.volume.facts().may_hold
+            if may_hold is None:
+                return np.ones(len(keys), bool)
+            found |= may_hold(keys)
+        return found
 
     def crowded(self) -> list[bytes]:
         """The namespaces to remove as a whole because there are more tombstones than the smallest

@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 )
 
 from kvdepot.core.block import BlockKey
+from kvdepot.core.keys import Keys
 from kvdepot.core.metadata import Metadata, MetaEntry, MetaKind, surviving
 from kvdepot.core.volume import (
     NO_PLACE,
@@ -194,6 +195,27 @@ class VolumeContract:
             for key in gone:
                 reads.add(key, kept[key], PAYLOAD_BYTES, chunk_bytes=chunk_bytes)
             assert Outcome.OK not in read(volume, reads)
+
+    def test_it_holds_what_may_be_found_on_it(self, volume: Volume, reopen: Reopen | None) -> None:
+        may_hold = volume.facts().may_hold
+        if may_hold is None:
+            pytest.skip("any key may be on this volume")
+        others = words_of([make_key(number) for number in range(1 << 21, (1 << 21) + 100)])
+        assert not may_hold(others).any()
+        kept = fill(volume)
+        discard(volume, list(kept.values()))
+        assert may_hold(words_of(list(kept))).all()
+        if reopen is not None:
+            volume = reopen()
+            may_hold = volume.facts().may_hold
+            assert may_hold is not None and may_hold(words_of(list(kept))).all()
+            contents = volume.contents(None)
+            volume.discard(contents.places, contents.payload_bytes)
+        assert release_dead(volume)
+        left = set(volume.segments().segments.tolist())
+        held = [key for key, place in kept.items() if segment_of(place) in left]
+        assert not held or may_hold(words_of(held)).all()
+        assert not may_hold(others).any()
 
     def test_segments_are_listed_oldest_first(self, volume: Volume) -> None:
         places = store(volume, [make_key(number) for number in range(3)])
@@ -553,6 +575,10 @@ def contents_of(volume: Volume) -> dict[BlockKey, tuple[int, int]]:
     alive = surviving(contents.words, contents.stamps, known.tombstones).tolist()
     places, sizes = contents.places.tolist(), contents.payload_bytes.tolist()
     return {keys[index]: (places[index], sizes[index]) for index in alive}
+
+
+def words_of(keys: Sequence[BlockKey]) -> Keys:
+    return np.array([np.frombuffer(key, np.uint64) for key in keys]).reshape(-1, 4)
 
 
 def store(

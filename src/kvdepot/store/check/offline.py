@@ -149,7 +149,7 @@ def opened(path: Path, *, writable: bool = False) -> Iterator[OpenedVolume]:
         try:
             medium = mounted.medium
             health = LogHealth(medium.label, SystemClock(), settings.pauses, lambda _: None)
-            segments = SegmentSet(mounted, metadata, files, stamps, health)
+            segments = SegmentSet(mounted, metadata, files, health)
             damage = [*mounted.damage, *(f"{medium.label}: {text}" for text in metadata.damage)]
             yield OpenedVolume(medium, segments, metadata, damage)
         except PermissionError as error:

@@ -74,6 +74,7 @@ def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
                 report.failed.append(Finding(f"slot {segment.slot}", f"{error.strerror}"))
         if volume.metadata.is_whole:
             volume.metadata.put_own(MetaKind.SLOTS, there)
+            volume.metadata.sync()
     return report
 
 
@@ -112,7 +113,7 @@ def _repair_segment(
     volume: OpenedVolume, segment: Recovered, ids: set[int], report: RepairReport, pace: Pace
 ) -> None:
     reader = volume.reader(segment.slot)
-    whole = segment if segment.usable else _swapped(reader, segment, ids)
+    whole = segment if segment.usable else _swapped(volume, segment, ids)
     if whole is None:
         _wipe(reader)
         report.did(segment.slot, "cleared: nothing in it belongs here")
@@ -127,6 +128,8 @@ def _repair_segment(
         report.did(segment.slot, "cleared: it held no record")
         return
     _rewrite(reader, whole, intact)
+    if not segment.usable:
+        volume.metadata.release([segment.slot], below=whole.segment_id)
     ids.add(whole.segment_id)
     report.dropped += lost
     report.did(segment.slot, _told(segment, whole, len(intact), lost))
@@ -138,14 +141,15 @@ def _told(segment: Recovered, whole: Recovered, kept: int, lost: int) -> str:
     return f"{moved}header and footer written anew, {kept} records kept{dropped}"
 
 
-def _swapped(reader: SegmentReader, segment: Recovered, ids: set[int]) -> Recovered | None:
+def _swapped(volume: OpenedVolume, segment: Recovered, ids: set[int]) -> Recovered | None:
     """Contents of a segment of this volume in a wrong slot; None if it is another volume's."""
-    origin = segment.origin
+    origin, reader = segment.origin, volume.reader(segment.slot)
     if origin is None or origin.store != reader.store or origin.segment_id in ids:
         return None
     if origin.segment_bytes != reader.segment_bytes:
         return None
-    return replace(reader, slot=origin.slot).recover()
+    floor = volume.metadata.floor(origin.slot)
+    return replace(reader, slot=origin.slot, floor=floor).recover()
 
 
 def _rewrite(reader: SegmentReader, segment: Recovered, intact: Entries) -> None:

@@ -9,6 +9,7 @@ are not served until `kvdepot check --repair`.
 import contextlib
 import errno
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +32,8 @@ from kvdepot.io.files import Files
 
 COPIES: Final = ("metadata-a", "metadata-b")
 """File names of the two copies."""
+_SLOT: Final = struct.Struct("<I")
+_ID: Final = struct.Struct("<Q")
 _REWRITE_FROM: Final = 64 << 10
 """Least bytes that are reserved on the disk for a log."""
 
@@ -166,7 +169,7 @@ class MetadataLog:
         """False: synced entries are lost, so that removed blocks may reappear."""
         self._copies = copies
         self._header = header
-        self._stamps = stamps
+        self.stamps = stamps
         self._fsync = fsync
         self._timeout_s = timeout_s
         self._closed = False
@@ -211,7 +214,7 @@ class MetadataLog:
             self.damage.append(f"metadata: {contents.missing} entries are lost in both copies")
         for entry in contents.entries:
             self._known.add(entry)
-            self._stamps.observe(entry.stamp)
+            self.stamps.observe(entry.stamp)
         self._known.drop_below(self._known.floor)
         self._header = replace(self._header, generation=contents.generation)
         self._last = contents.last  # later frames were left by a crash and do not count
@@ -251,11 +254,26 @@ class MetadataLog:
         """The entry of a kind that concerns this volume alone."""
         return self._known.entries.get((kind, b""))
 
+    def release(self, slots: Iterable[int], *, below: int = 0) -> None:
+        """Record that segments with ids below `below`, by default those begun before now, do not
+        count in these slots.
+        """
+        stamp = self.stamps.next()
+        value = _ID.pack(below or stamp)
+        self.put(MetaEntry(MetaKind.RELEASED, _SLOT.pack(slot), stamp, value) for slot in slots)
+
+    def floor(self, slot: int) -> int:
+        """Segments with this id or a lower one do not count in a slot."""
+        entry = self._known.entries.get((MetaKind.RELEASED, _SLOT.pack(slot)))
+        value = entry.value if entry is not None else None
+        released = _ID.unpack(value)[0] - 1 if value is not None and len(value) == _ID.size else 0
+        return max(self._known.floor, released)
+
     def put_own(self, kind: MetaKind, value: bytes) -> None:
         """Write an entry that concerns this volume alone, durably, if it is new."""
         before = self.own(kind)
         if before is None or before.value != value:
-            self.put([MetaEntry(kind, b"", self._stamps.next(), value)])
+            self.put([MetaEntry(kind, b"", self.stamps.next(), value)])
             self.sync()
 
     def put(self, entries: Iterable[MetaEntry]) -> None:

@@ -4,7 +4,7 @@
       all zeros                                                  → the slot is free
       damaged                                                    → trailer and records show the id
       of another slot or volume                                  → not usable: swapped or foreign
-      not above the floor of the metadata                         → not usable: put back
+      not above the floor of the slot in the metadata             → not usable: put back
         … of another volume, on a device                         → free: from an earlier use
     trailer page
       belongs to this use of the extent, footer intact           → footer entries
@@ -26,6 +26,7 @@ from typing import Final
 
 import numpy as np
 
+from kvdepot.core.keys import Keys
 from kvdepot.core.volume import SEGMENT_SHIFT, Contents
 from kvdepot.format.record import (
     HEAD_BYTES,
@@ -54,7 +55,7 @@ from kvdepot.volumes.records import newest_records
 
 _WINDOW: Final = 32 << 20
 _NOISE_BYTES_MAX: Final = 8
-PUT_BACK: Final = "is older than every segment in use: put back from an earlier time"
+PUT_BACK: Final = "is older than the segments in use: put back from an earlier time"
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class SegmentReader:
     slot: int
     store: bytes
     floor: int = 0
-    """Segments with this id or a lower one do not count (core.metadata)."""
+    """Segments with this id or a lower one do not count in the slot (MetadataLog.floor)."""
 
     def recover(self) -> Recovered | None:
         """Read the contents of the segment; None if the slot is free."""
@@ -235,6 +236,7 @@ def _is_flipped(footer: bytes, expected: bytes) -> bool:
 def recover(segments: SegmentSet, damage: list[str]) -> list[Recovered]:
     """Open every slot of a volume and read its contents. Appends texts about damage to `damage`."""
     found: list[Recovered] = []
+    held = segments.held
     label = segments.medium.label
     for slot in segments.medium.open_slots(segments.settings.segment_bytes):
         try:
@@ -242,15 +244,19 @@ def recover(segments: SegmentSet, damage: list[str]) -> list[Recovered]:
         except OSError as error:
             damage.append(f"{label}: slot {slot}: {error.strerror}")
             segments.health.breaker.failed(str(error.strerror))
+            held.unknown.add(slot)
             recovered = None
         if recovered is not None:
             damage += [f"{label}: slot {slot}: {text}" for text in recovered.damage]
             last = int(recovered.entries["stamp"].max()) if len(recovered.entries) else 0
-            segments.stamps.observe(max(recovered.segment_id, last))
+            segments.metadata.stamps.observe(max(recovered.segment_id, last))
+            if recovered.damage and PUT_BACK not in recovered.damage:
+                held.unknown.add(slot)  # its records may be found again when it is repaired
         if recovered is None or not recovered.usable:
             segments.free.append(slot)
             continue
         found.append(recovered)
+        held.add(slot, words_of(recovered.entries))
         segment = Segment(recovered.segment_id, slot, recovered.tail, recovered.sealed)
         segment.count = len(recovered.entries)
         segment.extent = segments.medium.extent(slot)
@@ -277,9 +283,14 @@ def recover(segments: SegmentSet, damage: list[str]) -> list[Recovered]:
 
 def segment_reader(segments: SegmentSet, slot: int) -> SegmentReader:
     fd, base = segments.medium.extent(slot)
-    floor, store = segments.metadata.known.floor, segments.header.store
+    floor, store = segments.metadata.floor(slot), segments.header.store
     nbytes = segments.settings.segment_bytes
     return SegmentReader(segments.files, fd, base, nbytes, slot, store, floor)
+
+
+def words_of(entries: Entries) -> Keys:
+    """The keys of the entries of a footer."""
+    return np.frombuffer(np.ascontiguousarray(entries["key"]).tobytes(), np.uint64).reshape(-1, 4)
 
 
 def contents_of(segments: SegmentSet, found: Sequence[Recovered]) -> Contents:
@@ -290,9 +301,8 @@ def contents_of(segments: SegmentSet, found: Sequence[Recovered]) -> Contents:
         parts.append(blocks)
         places.append((recovered.slot << SEGMENT_SHIFT) + blocks["page"].astype(np.int64))
     entries = np.concatenate(parts)
-    words = np.frombuffer(np.ascontiguousarray(entries["key"]).tobytes(), np.uint64).reshape(-1, 4)
     contents = newest_records(
-        words, np.concatenate(places), entries["payload_bytes"], entries["stamp"]
+        words_of(entries), np.concatenate(places), entries["payload_bytes"], entries["stamp"]
     )
     slots, which = np.unique(contents.places >> SEGMENT_SHIFT, return_inverse=True)
     sizes = record_sizes(contents.payload_bytes)

@@ -12,14 +12,16 @@ writes of single pages, and during the sync that makes a released segment unread
 import errno
 import os
 import threading
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvdepot.core.clock import StampClock
+from kvdepot.core.keys import Keys
 from kvdepot.core.metadata import MetaKind
-from kvdepot.core.volume import NO_PLACE, SEGMENT_SHIFT, Array, Ints, Purpose
+from kvdepot.core.volume import NO_PLACE, SEGMENT_SHIFT, Array, Bools, Ints, Purpose
 from kvdepot.format.record import PAGE, Kind, place_records, record_sizes
 from kvdepot.format.segment import (
     ENTRY,
@@ -40,6 +42,11 @@ _FOR_MOVES: Final = 2
 """Segments above those in use that a volume may have while it is shrunk: one to write moved blocks
 to, and one to reclaim."""
 _WRITES_END_S: Final = 60.0
+_WORD: Final = 2
+"""The word of a key that is random."""
+_NEW_MAX: Final = 1 << 16
+"""Most keys that were added since the others were sorted."""
+_NO_WORDS: Final = np.zeros(0, np.uint64)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +93,79 @@ class SegmentUsage(NamedTuple):
     """Running writes."""
 
 
+@dataclass(slots=True)
+class _Sorted:
+    """The keys at one moment, sorted by the first search, and those added since."""
+
+    words: Array
+    is_sorted: bool = False
+    new: "array[int]" = field(default_factory=lambda: array("Q"))
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Looks keys up as they were held at one moment. Thread-safe."""
+
+    held: _Sorted | None
+    """None: any key may be held."""
+    new: Array
+
+    def may_hold(self, keys: Keys) -> Bools:
+        """True for keys that may be held."""
+        held = self.held
+        if held is None:
+            return np.ones(len(keys), bool)
+        if not held.is_sorted:
+            held.words = np.sort(held.words)
+            held.is_sorted = True
+        wanted = np.ascontiguousarray(keys[:, _WORD])
+        sorted_words = held.words
+        found = np.isin(wanted, self.new)
+        if len(sorted_words):
+            at = np.minimum(np.searchsorted(sorted_words, wanted), len(sorted_words) - 1)
+            found |= sorted_words[at] == wanted
+        return found
+
+
+class HeldKeys:
+    """The keys of the records that may lie on a volume, by slot, so that other keys need no
+    tombstone. A key counts as one of its words: there may be keys too many, never too few. Not
+    thread-safe.
+    """
+
+    def __init__(self, new_max: int = _NEW_MAX) -> None:
+        self._new_max = new_max
+        self._by_slot: dict[int, array[int]] = {}
+        self.unknown: set[int] = set()
+        """Slots that may have records of any key."""
+        self._sorted: _Sorted | None = None
+        """None until the first search."""
+
+    def add(self, slot: int, keys: Keys) -> None:
+        """Add keys whose records may be in a slot."""
+        words = np.ascontiguousarray(keys[:, _WORD]).tobytes()
+        self._by_slot.setdefault(slot, array("Q")).frombytes(words)
+        if self._sorted is not None:
+            self._sorted.new.frombytes(words)
+            if len(self._sorted.new) > self._new_max:
+                self._sorted = None
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Forget slots whose records are unreadable for good."""
+        for slot in slots:
+            self._by_slot.pop(slot, None)
+            self.unknown.discard(slot)
+
+    def search(self) -> Search:
+        """Begin a search. The slow part, which sorts the keys, is in `Search.may_hold`."""
+        if self.unknown:
+            return Search(None, _NO_WORDS)
+        if self._sorted is None:
+            parts = [np.frombuffer(words, np.uint64) for words in self._by_slot.values()]
+            self._sorted = _Sorted(np.concatenate([_NO_WORDS, *parts]))
+        return Search(self._sorted, np.array(self._sorted.new, np.uint64))
+
+
 class SegmentSet:
     """The segments of one volume."""
 
@@ -94,7 +174,6 @@ class SegmentSet:
         mounted: Mounted,
         metadata: MetadataLog,
         files: Files,
-        stamps: StampClock,
         health: LogHealth,
     ) -> None:
         self.medium = mounted.medium
@@ -103,8 +182,9 @@ class SegmentSet:
         self.slots_max = mounted.slots_max
         self.metadata = metadata
         self.files = files
-        self.stamps = stamps
         self.health = health
+        self.held = HeldKeys()
+        """The keys of all records that can be found on the medium; guarded by `state_lock`."""
         self.by_slot: dict[int, Segment] = {}
         self.free: list[int] = []
         self.releasing: dict[int, int] = {}
@@ -175,12 +255,15 @@ class SegmentSet:
             before, self.active = self.active, None
             if before is not None and self.begin_sealing(before):
                 full.append(before)
-        segment = Segment(self.stamps.next(), slot)
-        segment.extent = fd, base = self.medium.extent(slot)
-        header = SegmentHeader(
-            segment.segment_id, slot, self.settings.segment_bytes, self.header.store
-        )
+        fd, base = self.medium.extent(slot)
+        segment = Segment(self.metadata.stamps.next(), slot, extent=(fd, base))
         try:
+            if slot in self.held.unknown:
+                self.wipe(slot)
+                segment.segment_id = self.metadata.stamps.next()
+            header = SegmentHeader(
+                segment.segment_id, slot, self.settings.segment_bytes, self.header.store
+            )
             self.files.write(fd, base, header.pack())
         except OSError as error:
             self.health.write_failed(error)
@@ -230,11 +313,23 @@ class SegmentSet:
     def wipe(self, slot: int) -> None:
         """Make a segment unreadable, so that dropped records do not come back. Durable, because its
         old footer must not be taken for that of the next segment in the slot.
+
+        The metadata records it too: damage to the next header, or an older file that is put back,
+        could make the records readable again. Keys that may come back are held.
         """
         fd, base = self.medium.extent(slot)
         self.files.write(fd, base, bytes(PAGE))
         if self.settings.fsync != "never":
             self.files.sync(fd)
+        try:
+            self.metadata.release([slot])
+        except OSError as error:
+            self.health.write_failed(error)
+            with self.state_lock:
+                self.held.unknown.add(slot)
+            return
+        with self.state_lock:
+            self.held.forget([slot])
 
     def borrow_free_segment(self) -> Segment | None:
         """Lend a free segment until `return_segment`; None if there is no spare one."""
@@ -243,7 +338,7 @@ class SegmentSet:
             slot = None if self.health.lost else self._take_slot(kept_back)
             if slot is None:
                 return None
-            borrowed = Segment(self.stamps.next(), slot, extent=self.medium.extent(slot))
+            borrowed = Segment(self.metadata.stamps.next(), slot, extent=self.medium.extent(slot))
             with self.state_lock:
                 self.by_slot[slot] = borrowed
             return borrowed
@@ -534,6 +629,7 @@ class Appender:
                 fits = ends <= segments.settings.segment_bytes - footer_bytes(counts)
                 count = len(left) if fits.all() else int(fits.argmin())
                 indexes, ends = left[:count], ends[:count]
+                segments.held.add(segment.slot, records["key"][indexes])
                 parts.append(SegmentWrites(segment, indexes, ends - sizes[indexes]))
                 segment.tail = int(ends[-1])
                 segment.count += count

@@ -10,8 +10,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
+from kvdepot.core.keys import Keys
 from kvdepot.core.metadata import OWN_KINDS, MetaEntry, MetaKind
 from kvdepot.core.volume import (
+    Bools,
     Contents,
     Ints,
     SegmentTable,
@@ -24,6 +26,7 @@ from kvdepot.core.volume import (
 )
 from kvdepot.errors import FormatError, KVDepotError
 from kvdepot.format.record import PAGE, record_sizes
+from kvdepot.format.segment import parse_slots
 from kvdepot.io.breaker import Health
 from kvdepot.io.files import Files
 from kvdepot.volumes.log.health import LogHealth
@@ -69,7 +72,7 @@ class LogVolume:
         """Descriptions of damage."""
         self.metadata = mounted.open_metadata(context.stamps)
         self.damage += [f"{label}: {text}" for text in self.metadata.damage]
-        self.segment_set = SegmentSet(mounted, self.metadata, files, context.stamps, self.health)
+        self.segment_set = SegmentSet(mounted, self.metadata, files, self.health)
         try:
             if not self.metadata.is_whole:
                 raise FormatError(
@@ -136,11 +139,18 @@ class LogVolume:
             is_durable=settings.writable and settings.fsync != "never",
             identity=segments.header.store,
             oldest_segment=usage.oldest,
+            may_hold=self._may_hold,
             budget=WriteBudget(int(wear.bucket_bytes), int(wear.level_bytes))
             if wear.limited
             else None,
             details=self._details() if details else {},
         )
+
+    def _may_hold(self, keys: Keys) -> Bools:
+        """See core.volume.VolumeFacts.may_hold."""
+        with self.segment_set.state_lock:
+            search = self.segment_set.held.search()
+        return search.may_hold(keys)
 
     def discard(self, places: Ints, payload_bytes: Ints) -> None:
         sizes = record_sizes(payload_bytes)
@@ -261,12 +271,18 @@ class LogVolume:
         """
         segments, metadata = self.segment_set, self.metadata
         before = metadata.own(MetaKind.OPENED)
-        stamp = segments.stamps.open(before.stamp if before is not None else 0)
+        stamp = segments.metadata.stamps.open(before.stamp if before is not None else 0)
         try:
             metadata.put([MetaEntry(MetaKind.OPENED, b"", stamp, b"")])
-            segments.note_slots({*segments.by_slot, *segments.free})
+            there = {*segments.by_slot, *segments.free}
+            slots = metadata.own(MetaKind.SLOTS)
+            if slots is not None:  # a missing file may be put back
+                segments.held.unknown |= parse_slots(slots.value or b"") - there
+            metadata.release(set(segments.free) - segments.held.unknown)
+            segments.note_slots(there)
             metadata.sync()
         except OSError as error:
+            segments.held.unknown |= set(segments.free)
             self.health.breaker.failed(str(error.strerror), at_once=True)
         still_open = [recovered for recovered in found if not recovered.sealed]
         newest = max(still_open, key=lambda one: one.segment_id, default=None)
