@@ -5,7 +5,7 @@ deleted a grace period after it left its manifest, so that running reads can end
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -36,20 +36,26 @@ class Trash:
 
     clock: Clock
     grace_s: float
+    nbytes: int = 0
+    """Bytes of the data objects whose sizes are known."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _due: dict[str, float] = field(default_factory=dict)
+    _due: dict[str, tuple[float, int]] = field(default_factory=dict)
 
-    def add(self, paths: Iterable[str]) -> None:
+    def add(self, paths: Iterable[str], sizes: Mapping[str, int] | None = None) -> None:
+        """`sizes`: bytes of data objects."""
         due_s = self.clock.now() + self.grace_s
         with self._lock:
             for path in paths:
-                self._due.setdefault(path, due_s)
+                if path not in self._due:
+                    nbytes = sizes[path] if sizes else 0
+                    self._due[path] = due_s, nbytes
+                    self.nbytes += nbytes
 
     def keep(self, paths: Iterable[str]) -> None:
         """Remove objects from the trash."""
         with self._lock:
             for path in paths:
-                self._due.pop(path, None)
+                self.nbytes -= self._due.pop(path, (0.0, 0))[1]
 
     def __contains__(self, path: str) -> bool:
         return path in self._due
@@ -57,11 +63,17 @@ class Trash:
     def paths(self) -> list[str]:
         return list(self._due)
 
-    def empty(self, bucket: Bucket) -> None:
-        """Delete the objects whose grace period is over. Raises BucketError."""
+    def empty(self, bucket: Bucket, early_bytes: int = 0) -> None:
+        """Delete the objects whose grace period is over, and the oldest others of known size until
+        `early_bytes` are deleted. Raises BucketError.
+        """
         now_s = self.clock.now()
+        due: list[str] = []
         with self._lock:
-            due = [path for path, due_s in self._due.items() if due_s <= now_s]
+            for path, (due_s, nbytes) in self._due.items():
+                if due_s <= now_s or (nbytes and early_bytes > 0):
+                    due.append(path)
+                    early_bytes -= nbytes
         if due:
             bucket.delete(due)
             self.keep(due)
@@ -85,8 +97,8 @@ class OwnManifests:
         self._queue: list[Submission] = []
         self._described: dict[bytes, MetaEntry] = {}
         """Descriptions of namespaces to publish with the next manifest, by tag."""
-        self._dropped: set[str] = set()
-        """Data objects to remove from their manifests, and then from the bucket."""
+        self._dropped: dict[str, int] = {}
+        """Data objects to remove from their manifests, and then from the bucket; their bytes."""
         self.in_force: dict[ManifestName, Manifest] = {}
         """The manifests in force. Changed only with `_lock`. A new manifest is added before those
         that it replaces are removed."""
@@ -132,10 +144,18 @@ class OwnManifests:
         if self._described:
             self.publish(Manifest())
 
-    def drop(self, path: str) -> None:
-        """Remove a data object from its manifest and the bucket, at the next `rewrite`."""
+    def drop(self, path: str, nbytes: int = 0) -> None:
+        """Remove a data object of `nbytes` from its manifest and the bucket, at the next
+        `rewrite`.
+        """
         with self._queue_lock:
-            self._dropped.add(path)
+            self._dropped[path] = nbytes
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of dropped data objects that are still in the bucket."""
+        with self._queue_lock:
+            return sum(self._dropped.values()) + self.trash.nbytes
 
     def forget(self, names: Iterable[ManifestName]) -> list[str]:
         """Remove manifests that others have deleted. Returns the paths of their data objects."""
@@ -155,7 +175,7 @@ class OwnManifests:
         """Write changed manifests again, and merge small ones. Raises BucketError."""
         with self._lock:
             with self._queue_lock:
-                dropped = set(self._dropped)
+                dropped = dict(self._dropped)
             stale = {
                 name
                 for name, manifest in self.in_force.items()
@@ -164,12 +184,13 @@ class OwnManifests:
             small = self._small_tail()
             if len(small) >= 2 or stale.intersection(small):
                 stale.difference_update(small)
-                self._replace(small, dropped, now_s)
+                self._replace(small, dropped.keys(), now_s)
             for name in stale:
-                self._replace([name], dropped, now_s)
+                self._replace([name], dropped.keys(), now_s)
+            self.trash.add(dropped, dropped)
             with self._queue_lock:
-                self._dropped -= dropped
-        self.trash.add(dropped)
+                for path in dropped:
+                    del self._dropped[path]
 
     def _write_batch(self, batch: Sequence[Submission]) -> None:
         with self._queue_lock:
@@ -209,7 +230,7 @@ class OwnManifests:
     def _replace(
         self,
         names: list[ManifestName],
-        dropped: set[str],
+        dropped: Collection[str],
         now_s: float,
         more: Manifest | None = None,
     ) -> None:
@@ -244,6 +265,6 @@ class OwnManifests:
         self._bucket.create(name.path, manifest.pack())
         self.in_force[name] = manifest
 
-    def _is_gone(self, path: str, dropped: set[str]) -> bool:
+    def _is_gone(self, path: str, dropped: Collection[str]) -> bool:
         """True if a data object is to leave its manifest, or is missing in the bucket."""
         return path in dropped or path not in self._contents.objects

@@ -333,7 +333,7 @@ class Garbage:
 
 @dataclass(slots=True, eq=False)
 class UpkeepState:
-    """The first time that the bucket is read, and the end of the thread."""
+    """The first time that the bucket is read, how often since, and the end of the thread."""
 
     tried: threading.Event = field(default_factory=threading.Event)
     refusal: KVDepotError | None = None
@@ -341,6 +341,9 @@ class UpkeepState:
     """True if the bucket is a depot and was read."""
     has_ended: bool = False
     """True if the thread has ended on an unexpected error."""
+    refreshes: int = 0
+    refreshed: threading.Condition = field(default_factory=threading.Condition)
+    """Guards `refreshes`; notified after a refresh."""
 
 
 class BucketUpkeep:
@@ -382,6 +385,11 @@ class BucketUpkeep:
     def begun(self) -> bool:
         """True if the bucket is a depot and was read once: it may be written to."""
         return self._state.is_done and not self._state.has_ended
+
+    @property
+    def refreshes(self) -> int:
+        """Number of times that the changes of other nodes were read."""
+        return self._state.refreshes
 
     @property
     def has_ended(self) -> bool:
@@ -442,6 +450,15 @@ class BucketUpkeep:
             self.writers.mark()
             self.others.adopt(self.writers)
 
+    def wait_for_refresh(self, known: int, timeout_s: float) -> bool:
+        """Request a refresh, and wait until one after number `known` has ended. False: none has."""
+        self.request_refresh()
+        with self._state.refreshed:
+            self._state.refreshed.wait_for(
+                lambda: self.refreshes != known or self._stop.is_set(), timeout_s
+            )
+        return self.refreshes != known and not self._stop.is_set()
+
     def request_refresh(self) -> None:
         """Read the bucket soon, because another node may have changed it. Does not block."""
         self._wake.set()
@@ -449,6 +466,8 @@ class BucketUpkeep:
     def close(self) -> None:
         self._stop.set()
         self._wake.set()
+        with self._state.refreshed:
+            self._state.refreshed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
         if self._context.writable and self.begun and self._breaker.closed:
@@ -476,9 +495,25 @@ class BucketUpkeep:
             self._garbage.is_due |= self.others.adopt(self.writers)
             self._expire()
             self.manifests.publish_descriptions()
-            self.manifests.rewrite(self._context.wall.now())
-            self.trash.empty(self._bucket)
+            self.delete_dropped()
             self._garbage.collect(self.others.listed)
+
+    def delete_dropped(self, reserved_bytes: int = 0) -> None:
+        """Delete dropped objects whose grace period is over, and earlier if their room is needed:
+        they count in this node's share, because the other nodes do not know them. A node that still
+        reads them gets a miss. `reserved_bytes`: of records being uploaded. Raises BucketError.
+        """
+        self.manifests.rewrite(self._context.wall.now())
+        self.trash.empty(self._bucket, self.excess_bytes(reserved_bytes))
+
+    def excess_bytes(self, reserved_bytes: int) -> int:
+        """Bytes by which dropped objects exceed the room for them; 0 or less: they do not."""
+        contents, nodes = self._contents, len(self.writers.living())
+        dropped_bytes = self.manifests.dropped_bytes
+        more, capacity = reserved_bytes + dropped_bytes, contents.capacity_bytes
+        return dropped_bytes and max(
+            contents.held_bytes + more - capacity, contents.own_bytes + more - capacity // nodes
+        )
 
     def refresh(self, listed: list[Listed] | None = None) -> None:
         """Read the changes of other nodes. Raises BucketError."""
@@ -501,6 +536,9 @@ class BucketUpkeep:
         strays = [one for one in mine.difference(own) if not generation < one.generation <= last]
         self.trash.add(name.path for name in strays)
         self.others.read({name: sizes[name] for name in sorted(sizes.keys() - mine)}, fresh)
+        with self._state.refreshed:
+            self._state.refreshes += 1
+            self._state.refreshed.notify_all()
         if self.begun:
             self._context.on_change(Change.CONTENTS)
 
@@ -515,7 +553,7 @@ class BucketUpkeep:
             crowded = self._contents.held_bytes > capacity and self._contents.own_bytes > share
             if old or crowded:
                 self._contents.drop(one.path)
-                self.manifests.drop(one.path)
+                self.manifests.drop(one.path, one.listing.nbytes)
 
     def _run(self) -> None:
         try:

@@ -41,6 +41,7 @@ from kvdepot.volumes.object.bucket import (
 from kvdepot.volumes.object.contents import BucketContents
 from kvdepot.volumes.object.manifest import ROW, Listing, Manifest, data_path
 from kvdepot.volumes.object.reading import RangeReader
+from kvdepot.volumes.object.room import BucketRoom
 from kvdepot.volumes.object.upkeep import BucketUpkeep
 
 _RECORD_BYTES_MAX: Final = 4 << 30
@@ -77,11 +78,10 @@ class BucketVolume:
         self.upkeep = BucketUpkeep(
             config, self._bucket, self._contents, self._breaker, self._reader.pool, context
         )
+        self._room = BucketRoom(config, self._contents, self.upkeep, context.clock)
         self.upkeep.manifests.on_published = lambda: context.on_change(Change.PUBLISHED)
         self._lock = threading.Lock()
         self._number = 0
-        self._reserved_bytes = 0
-        """Bytes of records that are being uploaded."""
         self._writes = 0
         self._may_write = context.writable
         self._closed = False
@@ -98,8 +98,7 @@ class BucketVolume:
     def facts(self, *, details: bool = False) -> VolumeFacts:
         health, meter = self._breaker.health(), self._reader.meter
         segment_bytes, contents = self._config.object_bytes, self._contents
-        with self._lock:
-            room = self._room()
+        room = self._room.nbytes
         return VolumeFacts(
             label=self._bucket.label,
             up=health.ok and not self.upkeep.has_ended,
@@ -133,6 +132,8 @@ class BucketVolume:
         for group, nbytes in self._groups(record_sizes(records["payload_bytes"]).tolist()):
             try:
                 if self._may_write and self.upkeep.begun and self._breaker.allows():
+                    if self.upkeep.excess_bytes(self._room.reserved_bytes) > 0:
+                        self.upkeep.delete_dropped(self._room.reserved_bytes)
                     places[group] = self._upload(records[group])
                     self._breaker.succeeded()
             except ObjectExistsError:
@@ -140,8 +141,8 @@ class BucketVolume:
             except BucketError as error:
                 self._breaker.failed(error.reason, at_once=True)
             finally:
+                self._room.release(nbytes)
                 with self._lock:
-                    self._reserved_bytes -= nbytes
                     self._writes -= 1
         return places
 
@@ -155,11 +156,9 @@ class BucketVolume:
             if group and total + nbytes > self._config.object_bytes:
                 yield group, total
                 group, total = [], 0
-            with self._lock:
-                fits = nbytes <= self._room()
-                self._reserved_bytes += nbytes if fits else 0
-                self._writes += fits and not group
-            if fits:
+            if self._room.reserve(nbytes, waits=self._breaker.closed):
+                with self._lock:
+                    self._writes += not group
                 group.append(index)
                 total += nbytes
         if group:
@@ -211,7 +210,7 @@ class BucketVolume:
         one = self._contents.at(pack_place(segment, 0))
         if one is not None:
             self._contents.drop(one.path, report=False)
-            self.upkeep.manifests.drop(one.path)
+            self.upkeep.manifests.drop(one.path, one.listing.nbytes)
         return True
 
     def put_meta(self, entries: Sequence[MetaEntry]) -> bool:
@@ -267,17 +266,6 @@ class BucketVolume:
             self._closed = True
             self.upkeep.close()
             self._reader.close()
-
-    def _room(self) -> int:
-        """Bytes that this node may write: the free capacity, or the rest of its share."""
-        capacity, contents = self._contents.capacity_bytes, self._contents
-        left = capacity - contents.held_bytes - self._reserved_bytes
-        share = (
-            capacity // len(self.upkeep.writers.living())
-            - contents.own_bytes
-            - self._reserved_bytes
-        )
-        return max(0, left, share)
 
     def _details(self) -> dict[str, Any]:
         requests = self._bucket.requests.as_dict()
