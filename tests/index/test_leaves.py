@@ -5,6 +5,7 @@ The order in which blocks leave: tests/property/test_lru.py.
 
 import struct
 
+import pytest
 from tests.support.catalogs import chain, in_memory
 
 from kvdepot.core.block import BlockKey
@@ -59,6 +60,22 @@ class Memory:
 
     def use(self, *names: str) -> None:
         self.catalog.use([self.row[name] for name in names])
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_a_held_block_is_out_of_line_until_the_last_release(times: int) -> None:
+    memory = Memory()
+    memory.enter("a")
+    memory.enter("b")
+    leaves, row = memory.catalog.leaves, memory.row["a"]
+    for _ in range(times):
+        leaves.hold(row)
+    for _ in range(times):
+        assert leaves.held(row)
+        assert memory.coldest() == "b"
+        leaves.release(row)
+    assert not leaves.held(row)
+    assert memory.coldest() == "a"
 
 
 class TestChains:
