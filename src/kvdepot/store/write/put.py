@@ -141,13 +141,13 @@ class Putter:
                 for offer in wave:
                     image = self._arena.image(offer.slot, offer.nbytes)
                     checksum_slot(image, offer.payload_bytes, offer.chunk_bytes)
-            rows = np.array([offer.row for offer in wave])
+            rows = np.array([offer.row for offer in wave], np.int64)
             blocks = np.zeros(len(wave), BLOCK_DTYPE)
             blocks["key"] = self._state.catalog.table.words(rows)
             blocks["payload_bytes"] = [offer.payload_bytes for offer in wave]
             blocks["chunk_bytes"] = [offer.chunk_bytes for offer in wave]
             blocks["producer"] = [offer.producer for offer in wave]
-            images = np.array([offer.slot for offer in wave]) + self._arena.address
+            images = np.array([offer.slot for offer in wave], np.int64) + self._arena.address
             write_heads(images, blocks, [offer.tokens for offer in wave])
             sealed = True
         finally:
