@@ -8,8 +8,8 @@ import struct
 import numpy as np
 
 from kvdepot.core.block import BlockKey
-from kvdepot.core.keys import as_keys
-from kvdepot.index.table import KeyTable
+from kvdepot.core.keys import as_keys, as_words
+from kvdepot.index.table import NONE, KeyTable
 
 
 def key(tag: int, link: int, high: int, low: int = 0) -> BlockKey:
@@ -45,3 +45,15 @@ def test_the_table_itself_takes_at_most_70_bytes_a_block_after_a_bulk_load() -> 
     words[:, 2] = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     table.add_many(words)
     assert 44 * count <= table.memory_bytes() <= 70 * count
+
+
+def test_keys_that_share_half_a_digest_are_told_apart() -> None:
+    """The quick way looks at that half only; what it takes for another must not be answered."""
+    table = KeyTable()
+    keys = [key(1, 0, 77, 1), key(1, 0, 77, 2), key(2, 0, 77, 1), key(1, 5, 77, 1)]
+    rows = [table.add(one) for one in keys]
+    others = [key(1, 0, 78, n) for n in range(20)]
+    rows += [table.add(one) for one in others]
+    assert table.find_many(as_words([*keys, *others])).tolist() == rows
+    absent = [key(1, 0, 77, 3), key(3, 0, 78, 0), key(1, 0, 79, 0)]
+    assert table.find_many(as_words([*absent, keys[2]])).tolist() == [NONE] * 3 + [rows[2]]
