@@ -170,9 +170,9 @@ def test_a_removal_that_no_drive_wrote_down_is_not_promised(tmp_path: Path) -> N
     ledger, files = Ledger(), FaultyFiles("python")
     with world.open(files) as store:
         session = StoreSession(world, store, ledger, random.Random(1))
-        session.remove()
+        session.remove_namespace()
         files.add(Fault(BOUNDARIES, Fail(errno.EIO), times=None))
-        session.remove()
+        session.remove_namespace()
         files.clear()
     facts = [fact["fact"] for fact in ledger.everything()]
     assert facts == ["removing", "removed", "removing", "unrecorded"]

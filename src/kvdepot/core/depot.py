@@ -108,7 +108,8 @@ class FlushReport:
     """Result of `flush` and `close`. True if all requested blocks are durable."""
 
     complete: bool
-    """True if every block that the write modes send to drives is durable there."""
+    """True if every block that the write modes send to drives is durable there, and every removal
+    if no keys were given."""
     durable: int = 0
     """Number of durable blocks."""
     not_durable: Mapping[Durability, int] = field(default_factory=dict)

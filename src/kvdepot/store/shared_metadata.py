@@ -162,6 +162,14 @@ class SharedMetadata:
         """Volumes that lack metadata."""
         return list(self._behind)
 
+    def is_recorded(self) -> bool:
+        """False if all attached volumes of this node lack metadata, such as removals that were made
+        while none of them could write.
+        """
+        with self._lock:
+            lacking = {entry for entry in self._behind if not entry.is_remote}
+        return not lacking or not lacking.issuperset(self.local())
+
     def segment_released(self) -> None:
         """Called after a release: drops unneeded tombstones if there are many."""
         if len(self._known.tombstones) >= _TOMBSTONES_MANY:

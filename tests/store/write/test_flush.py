@@ -16,7 +16,7 @@ from kvdepot.store.engine import Caller
 from kvdepot.store.open import assemble
 from kvdepot.store.store import Store
 from kvdepot.testing.clocks import ManualClock
-from kvdepot.testing.faults import Call, Fail, Fault, FaultyFiles
+from kvdepot.testing.faults import BOUNDARIES, Call, Fail, Fault, FaultyFiles
 
 
 def one_drive(path: Path, **ssd: Any) -> dict[str, Any]:
@@ -36,6 +36,22 @@ def test_everything_is_durable(tmp_path: Path) -> None:
         report = store.flush(keys=[*keys[:2], *absent])
         assert not report and report.complete
         assert report.blocks == (Durability.DURABLE, Durability.DURABLE, Durability.ABSENT)
+
+
+def test_a_removal_that_no_drive_could_record_is_not_durable(tmp_path: Path) -> None:
+    files = FaultyFiles("python")
+    with assemble(load(overrides=one_drive(tmp_path)), files=files) as store:
+        keys = prompt(space_of(store), 1, 4)
+        put(store, keys)
+        assert store.flush()
+        files.add(Fault(BOUNDARIES, Fail(errno.EIO), times=None))
+        assert store.remove(keys) == 4
+        assert not store.flush(1.0).complete
+        files.clear()
+        until(lambda: store.flush().complete)
+    with kvdepot.open(**one_drive(tmp_path)) as store:
+        space_of(store)
+        assert not store.match(keys)
 
 
 def test_what_the_write_mode_keeps_in_memory_is_not_durable(tmp_path: Path) -> None:

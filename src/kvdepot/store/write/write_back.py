@@ -490,6 +490,7 @@ class Flusher:
             self._state.events.count("owed_given_up", given_up)
             by_tier[lower.name] = replace(by_tier[lower.name], given_up=given_up)
         complete = not unfinished and all(one.is_complete for one in by_tier.values())
+        complete = complete and self._state.volumes.metadata.is_recorded()
         return FlushReport(complete, durable, +counts, (), by_tier)
 
     def _durability(self, rows: Rows, unsynced: Mapping[LowerTier, Durability]) -> Rows:

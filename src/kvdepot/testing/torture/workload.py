@@ -351,7 +351,7 @@ class StoreSession:
 def _owing(volumes: VolumeSet) -> Literal["none", "some", "all"]:
     """The part of the present volumes that has not written all tombstones yet."""
     behind = volumes.metadata.behind()
-    present = [entry for entry in volumes.entries if not entry.retired]
+    present = [entry for entry in volumes.entries if not (entry.retired or entry.error)]
     owing = [entry for entry in present if entry in behind and not entry.volume.facts().lost]
     if not owing:
         return "none"
