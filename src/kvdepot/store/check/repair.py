@@ -5,6 +5,7 @@ are dropped. Each step writes data, syncs it, then writes the pointers to it, so
 either unchanged or repaired, and an interrupted repair can be run again.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,14 @@ def repair(path: Path, *, progress: Progress | None = None) -> RepairReport:
                 report.did(slot, f"file given its size of {format_bytes(segment_bytes)} again")
         found = _recover(volume, slots, report)
         ids = {segment.segment_id for segment in found if segment.usable}
+        origins = {segment.origin.slot for segment in found if segment.origin is not None}
+        floors = {slot: volume.metadata.floor(slot) for slot in origins}  # repairs change them
         pace = Pace(progress, len(found) * segment_bytes)
         for segment in found:
             try:
-                _repair_segment(volume, segment, ids, report, pace)
+                whole = segment if segment.usable else _swapped(volume, segment, ids, floors)
+                _repair_segment(volume, segment, whole, report, pace)
+                ids |= {whole.segment_id} if whole is not None else set()
             except OSError as error:
                 report.failed.append(Finding(f"slot {segment.slot}", f"{error.strerror}"))
         if volume.metadata.is_whole:
@@ -110,10 +115,14 @@ def _recover(volume: OpenedVolume, slots: list[int], report: RepairReport) -> li
 
 
 def _repair_segment(
-    volume: OpenedVolume, segment: Recovered, ids: set[int], report: RepairReport, pace: Pace
+    volume: OpenedVolume,
+    segment: Recovered,
+    whole: Recovered | None,
+    report: RepairReport,
+    pace: Pace,
 ) -> None:
+    """`whole` is what belongs in the segment's slot."""
     reader = volume.reader(segment.slot)
-    whole = segment if segment.usable else _swapped(volume, segment, ids)
     if whole is None:
         _wipe(reader)
         report.did(segment.slot, "cleared: nothing in it belongs here")
@@ -130,7 +139,6 @@ def _repair_segment(
     _rewrite(reader, whole, intact)
     if not segment.usable:
         volume.metadata.release([segment.slot], below=whole.segment_id)
-    ids.add(whole.segment_id)
     report.dropped += lost
     report.did(segment.slot, _told(segment, whole, len(intact), lost))
 
@@ -141,15 +149,16 @@ def _told(segment: Recovered, whole: Recovered, kept: int, lost: int) -> str:
     return f"{moved}header and footer written anew, {kept} records kept{dropped}"
 
 
-def _swapped(volume: OpenedVolume, segment: Recovered, ids: set[int]) -> Recovered | None:
+def _swapped(
+    volume: OpenedVolume, segment: Recovered, ids: set[int], floors: Mapping[int, int]
+) -> Recovered | None:
     """Contents of a segment of this volume in a wrong slot; None if it is another volume's."""
     origin, reader = segment.origin, volume.reader(segment.slot)
     if origin is None or origin.store != reader.store or origin.segment_id in ids:
         return None
     if origin.segment_bytes != reader.segment_bytes:
         return None
-    floor = volume.metadata.floor(origin.slot)
-    return replace(reader, slot=origin.slot, floor=floor).recover()
+    return replace(reader, slot=origin.slot, floor=floors[origin.slot]).recover()
 
 
 def _rewrite(reader: SegmentReader, segment: Recovered, intact: Entries) -> None:
