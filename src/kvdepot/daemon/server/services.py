@@ -85,7 +85,7 @@ class ServiceCalls:
         if (service, call) == ("audits", "report"):
             given = {"finding": _finding(given)}
         elif (service, call) == ("sessions", "pin"):
-            given = {**given, "uid": self._peer.uid}
+            call, given = "pin_for", {**given, "uid": self._peer.uid}
         answer = getattr(getattr(self._store, service), call)(**given)
         answer = answer.as_dict() if hasattr(answer, "as_dict") else answer
         return json.dumps(answer, default=str).encode()

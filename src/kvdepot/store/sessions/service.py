@@ -139,17 +139,26 @@ class SessionService(DepotSessions):
         until_s: float | None = None,
         for_s: float | None = None,
         namespace: str = "",
-        uid: int | None = None,
     ) -> PinReceipt:
-        """`uid`: the user of the machine whose pins it counts with; by default this process's."""
+        return self.pin_for(os.getuid(), name, until_s=until_s, for_s=for_s, namespace=namespace)
+
+    def pin_for(
+        self,
+        uid: int,
+        name: str,
+        *,
+        until_s: float | None = None,
+        for_s: float | None = None,
+        namespace: str = "",
+    ) -> PinReceipt:
+        """`pin` for a user of the machine: it counts with the pins of this user."""
         tags = self._tags(name, namespace)
         if until_s is not None and for_s is not None:
             raise ConfigError("pin", "give an end or a duration, not both")
         if until_s is None:
             until_s = self._wall.now() + (KEEP_S if for_s is None else for_s)
-        owner = f"user {os.getuid() if uid is None else uid}"
         with self._state.using:
-            return self.pins.grant(name, tags, until_s, owner)
+            return self.pins.grant(name, tags, until_s, f"user {uid}")
 
     def unpin(self, name: str, *, namespace: str = "") -> int:
         ended = self.pins.end(name, self._tags(name, namespace))
