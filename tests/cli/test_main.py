@@ -95,6 +95,7 @@ def on_a_terminal(*words: str, columns: int = 80, **env: str) -> str:
     subprocess.run(["stty", "cols", str(columns)], stdin=terminal, check=True)
     command = [sys.executable, "-m", "kvdepot", *words]
     settings = {**os.environ, "TERM": "xterm", **env}
+    settings.pop("COLUMNS", None)  # it would count more than the terminal
     process = subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, env=settings
     )

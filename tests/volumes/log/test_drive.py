@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 import kvdepot
 from kvdepot.core.block import BlockKey
-from kvdepot.core.metadata import MetaEntry, MetaKind
+from kvdepot.core.metadata import OWN_KINDS, MetaEntry, MetaKind
 from kvdepot.core.volume import (
     NO_PLACE,
     Outcome,
@@ -92,6 +92,19 @@ def open_set(tmp_path: Path, files: FaultyFiles) -> Iterator[OpenSet]:
     files.clear()
     for volumes in opened:
         volumes.close()
+
+
+def test_a_volume_that_was_given_back_takes_no_more_metadata(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    volume = open_volume(tmp_path / "drive", files)
+    assert volume.put_meta(removal_of(make_key(1)))
+    volume.set_limits(0, may_write=False)
+    volume.put_meta(removal_of(make_key(2)))  # by another thread, which does not know yet
+    volume.close()
+    again = open_volume(tmp_path / "drive", files)
+    assert [one for one in again.contents(None).metadata if one.kind not in OWN_KINDS] == []
+    again.close()
 
 
 def fill(volume: LogVolume) -> int:

@@ -173,6 +173,7 @@ class MetadataLog:
         self._fsync = fsync
         self._timeout_s = timeout_s
         self._closed = False
+        self._is_cleared = False
         self._known = Metadata()
         self._lock = threading.Lock()
         """Guards `_known`; held briefly."""
@@ -234,11 +235,14 @@ class MetadataLog:
                 self._rewrite()
 
     def clear(self) -> None:
-        """Delete all entries of a volume that is being removed."""
+        """Delete all entries of a volume that is being removed. Later ones are not written: the
+        folder would hold a store again.
+        """
         with self._writing():
             with self._lock:
                 self._known = Metadata()
             self._rewrite()
+            self._is_cleared = True
 
     def snapshot(self) -> Metadata:
         """A copy of all entries."""
@@ -280,7 +284,7 @@ class MetadataLog:
         """Append the entries that are new. Durable after `sync`; with fsync = "always" at once."""
         with self._writing():
             new = [entry for entry in entries if self._known.is_news(entry)]
-            if not new:
+            if not new or self._is_cleared:
                 return
             # A deleted description must not stay on the disk.
             deletes = any(entry.value is None for entry in new)
