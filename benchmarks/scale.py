@@ -240,7 +240,7 @@ def heap_bytes() -> int:
 
 @dataclass(slots=True)
 class Meter:
-    """Processor seconds spent in one method."""
+    """Processor seconds spent in some methods that do not call each other."""
 
     seconds: float = 0.0
 
@@ -323,7 +323,8 @@ def full_memory(payloads: tuple[int, ...], blocks: int) -> Iterator[FullStore]:
     with open_store(dram=blocks * mean_bytes) as store:
         prompts = [prompts_for(store, size, _EVICTED_PROMPT_BLOCKS * size) for size in payloads]
         meter = Meter()
-        meter.install(store.inspect().slots, "allocate")
+        for name in ("allocate", "allocate_more"):
+            meter.install(store.inspect().slots, name)
         subject = FullStore(store, prompts, meter, "evicted_dram")
         subject.fill(blocks)
         yield subject

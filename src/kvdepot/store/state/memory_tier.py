@@ -112,19 +112,12 @@ class SlotAllocator:
         self._memory = memory
         self._since_look = 0
 
-    def allocate(
-        self, nbytes: int, owner: int, *, ahead: int = 0, may_wait: bool = False
-    ) -> int | None:
+    def allocate(self, nbytes: int, owner: int, *, may_wait: bool = False) -> int | None:
         """Allocate a slot for `owner`, evicting blocks if needed. None: all blocks are in use.
 
-        `ahead`: number of further requests, for which a chain of blocks is evicted together.
         `may_wait`: also return None if move/memory_levels.py will free slots without a loss.
         """
-        owners = [owner] + [UNOWNED] * ahead if ahead else [owner]
-        found = self._take(nbytes, owners, may_wait=may_wait)
-        if len(found) > 1:
-            for slot in found[1:]:
-                self._memory.arena.free(slot)
+        found = self._take(nbytes, [owner], may_wait=may_wait)
         return found[0] if found else None
 
     def allocate_more(self, nbytes: int, owners: list[int], *, may_wait: bool = False) -> list[int]:
