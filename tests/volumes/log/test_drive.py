@@ -94,6 +94,23 @@ def open_set(tmp_path: Path, files: FaultyFiles) -> Iterator[OpenSet]:
         volumes.close()
 
 
+def test_a_volume_that_deletes_its_files_has_not_lost_them(
+    volume: LogVolume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As seen by another thread, which looks whether somebody else has deleted one."""
+    store(volume, [make_key(1)])
+    files, medium = volume.segment_set.files, volume.segment_set.medium
+    sync_directory, seen = files.sync_directory, []
+
+    def sync(fd: int) -> None:
+        seen.append(medium.intact(every_slot=True))
+        sync_directory(fd)
+
+    monkeypatch.setattr(files, "sync_directory", sync)
+    volume.set_limits(0, may_write=False)
+    assert seen and all(seen)
+
+
 def test_a_volume_that_was_given_back_takes_no_more_metadata(
     tmp_path: Path, files: FaultyFiles
 ) -> None:

@@ -209,9 +209,14 @@ class DirectoryMedium:
 
     def remove(self, slot: int) -> None:
         """Delete a slot, which frees its space."""
-        self._files.unlink(self._name(slot))
-        self._files.sync_directory(self._directory_fd)
-        self._files.descriptors.give_up(self._fds.pop(slot))
+        fd = self._fds.pop(slot)  # first: for `intact` a file without a name was removed by others
+        try:
+            self._files.unlink(self._name(slot))
+            self._files.sync_directory(self._directory_fd)
+        except OSError:
+            self._fds[slot] = fd
+            raise
+        self._files.descriptors.give_up(fd)
 
     def extent(self, slot: int) -> tuple[int, int]:
         """Descriptor and base offset of a slot; after `close` the descriptor is -1."""
@@ -231,10 +236,11 @@ class DirectoryMedium:
         try:
             ours = os.fstat(self._lock_fd if self._writable else self._directory_fd)
             there = os.stat(self._path / _LOCK if self._writable else self._path)
-            fds = list(self._fds.values()) if every_slot else []
-            has_all = all(os.fstat(fd).st_nlink for fd in fds)
+            fds = list(self._fds.items()) if every_slot else []
+            gone = [(slot, fd) for slot, fd in fds if not os.fstat(fd).st_nlink]
         except OSError:
             return False
+        has_all = not any(self._fds.get(slot) == fd for slot, fd in gone)
         return has_all and (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev)
 
     def restorable(self, store: bytes) -> bool:

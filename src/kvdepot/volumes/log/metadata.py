@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from kvdepot.core.clock import StampClock
 from kvdepot.core.metadata import TOMBSTONE_AGE_US, Metadata, MetaEntry, MetaKind
@@ -172,8 +172,7 @@ class MetadataLog:
         self.stamps = stamps
         self._fsync = fsync
         self._timeout_s = timeout_s
-        self._closed = False
-        self._is_cleared = False
+        self._ended: Literal["", "cleared", "closed"] = ""
         self._known = Metadata()
         self._lock = threading.Lock()
         """Guards `_known`; held briefly."""
@@ -242,7 +241,7 @@ class MetadataLog:
             with self._lock:
                 self._known = Metadata()
             self._rewrite()
-            self._is_cleared = True
+            self._ended = "cleared"
 
     def snapshot(self) -> Metadata:
         """A copy of all entries."""
@@ -284,7 +283,7 @@ class MetadataLog:
         """Append the entries that are new. Durable after `sync`; with fsync = "always" at once."""
         with self._writing():
             new = [entry for entry in entries if self._known.is_news(entry)]
-            if not new or self._is_cleared:
+            if not new or self._ended:
                 return
             # A deleted description must not stay on the disk.
             deletes = any(entry.value is None for entry in new)
@@ -314,7 +313,7 @@ class MetadataLog:
 
     def close(self) -> None:
         """Close the copies. A stalled write keeps its file open until it ends."""
-        self._closed = True
+        self._ended = "closed"
         for place in self._copies:
             place.close()
 
@@ -323,8 +322,9 @@ class MetadataLog:
         """Exclude other writers. After an error the copies may differ: the next write replaces
         both.
         """
-        code = errno.EBADF if self._closed else errno.ETIMEDOUT
-        if self._closed or not self._io_lock.acquire(timeout=self._timeout_s):
+        is_closed = self._ended == "closed"
+        code = errno.EBADF if is_closed else errno.ETIMEDOUT
+        if is_closed or not self._io_lock.acquire(timeout=self._timeout_s):
             raise OSError(code, os.strerror(code))
         try:
             yield
