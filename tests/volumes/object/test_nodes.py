@@ -164,19 +164,6 @@ def test_a_removal_holds_on_every_node_and_for_those_that_come_later(node: OpenN
     assert node().knows() == keys_of([2])
 
 
-def test_removed_blocks_stay_away_if_the_removals_manifest_is_deleted(
-    bucket: Any, node: OpenNode
-) -> None:
-    owner = node()
-    for number in (1, 2, 3):
-        owner.put([number])
-    before = set(paths_of(bucket, "meta/index/"))
-    assert owner.volume.put_meta(removal_by(owner, make_key(1)))
-    same_bucket(bucket).delete(sorted(set(paths_of(bucket, "meta/index/")) - before))
-    owner.die()
-    assert make_key(1) not in node().knows()
-
-
 def test_a_removal_by_a_node_whose_clock_is_slow_holds(node: OpenNode) -> None:
     ahead, behind = node(wall_s=1.9e9), node(wall_s=1.7e9)
     put_by(ahead, 1)

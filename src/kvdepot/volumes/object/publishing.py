@@ -252,21 +252,12 @@ class OwnManifests:
         if len(manifest):
             first, last = min(name.first for name in names), max(name.last for name in names)
             self._create(first, last if more is None else self._number, manifest)
-            self._delete_replaced([name.path for name in names])
+            self.trash.add(name.path for name in names)
         else:
             self._bucket.delete([name.path for name in names])
         for name in names:
             del self.in_force[name]
             self._dirty.discard(name)
-
-    def _delete_replaced(self, paths: Sequence[str]) -> None:
-        """Delete manifests that another one replaces. At once: if another program deleted that one,
-        removed blocks would be back with these.
-        """
-        try:
-            self._bucket.delete(paths)
-        except BucketError:
-            self.trash.add(paths)
 
     def _create(self, first: int, last: int, manifest: Manifest) -> None:
         self._generation += 1
