@@ -83,7 +83,7 @@ _UNFINISHED: Final = (Durability.WAITING, Durability.FAILED, Durability.DAEMON)
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """What `flush` says of one tier below memory."""
+    """The part of a flush report about one tier below memory."""
 
     durable: int = 0
     """Number of blocks that are durable in this tier."""

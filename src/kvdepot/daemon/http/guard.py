@@ -256,7 +256,7 @@ def _host_of(header: str) -> str:
 
 
 def _network_of(address: str) -> str:
-    """What counts as one sender: an address of IPv4, or a network of IPv6."""
+    """Returns the sender to count for an address: the address of IPv4, or the network of IPv6."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:

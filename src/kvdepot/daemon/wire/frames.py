@@ -501,9 +501,7 @@ class Flushed(Fixed):
 
 @dataclass(frozen=True, slots=True)
 class FlushedTier(Fixed):
-    """What one tier (index in core.volume.TIER_NAMES) has of the blocks. See
-    core.depot.TierReport.
-    """
+    """The report on one tier, an index in core.volume.TIER_NAMES. See core.depot.TierReport."""
 
     FORM = struct.Struct("<5Q")
     tier: int

@@ -454,7 +454,7 @@ class Flusher:
     def _tiers(
         self, rows: Rows, unsynced: Mapping[LowerTier, Durability], last: int
     ) -> dict[str, TierReport]:
-        """What each tier has of these rows."""
+        """The report on these rows for each tier."""
         residency, wanted = self._state.catalog.residency.array[rows], set(rows.tolist())
         found = {}
         for lower in self._state.lower_tiers:

@@ -1,4 +1,4 @@
-"""What must hold of a store after its end, and of what it left behind."""
+"""Checks a store after its end, and the files, descriptors and threads that it left."""
 
 import time
 from typing import Any, Final

@@ -61,7 +61,7 @@ _CAPACITY: Final = "64MiB"
 
 @dataclass(slots=True)
 class SharedBlocks:
-    """What all nodes must agree on. Blocks that are in no set may be present or not."""
+    """The blocks that all nodes must have or lack. Blocks in no set may be present or not."""
 
     must: set[int] = field(default_factory=set)
     """Flushed on a node since they were put, and not removed since."""

@@ -173,6 +173,7 @@ class MetadataLog:
         self._fsync = fsync
         self._timeout_s = timeout_s
         self._ended: Literal["", "cleared", "closed"] = ""
+        """"cleared": the volume is being removed, and later entries are not written."""
         self._known = Metadata()
         self._lock = threading.Lock()
         """Guards `_known`; held briefly."""
